@@ -12,7 +12,8 @@
 //!
 //! So a volume keeps no snapshots that its users would see, and can be deleted before its
 //! copies. A snapshot that is deleted while it has clones stays, nameless, until they are
-//! removed. Each step may be repeated, and each name shows its step.
+//! removed. The data of S, once it is flattened, is in V's data pool, that of W-temp in
+//! W's. Each step may be repeated, and each name shows its step.
 
 use super::{
     super::ContentSource,
@@ -33,10 +34,11 @@ pub fn temporary(image: &str) -> String {
     format!("{image}{TEMPORARY}")
 }
 
-/// The features of images that are never mounted.
-fn between() -> ImageOptions {
+/// The options of images that are never mounted. They get data when they are flattened.
+fn between(data_pool: Option<String>) -> ImageOptions {
     ImageOptions {
         features: Some(Features::LAYERING | Features::DEEP_FLATTEN),
+        data_pool,
         ..ImageOptions::default()
     }
 }
@@ -67,7 +69,7 @@ pub fn of_volume(
     let temp = temporary(to.1);
     // One that exists shows the time of an earlier attempt, which is as good.
     if rbd::image_id(to.0, &temp)?.is_none() {
-        clone_now(from, (to.0, &temp), &between())?;
+        clone_now(from, (to.0, &temp), &between(options.data_pool.clone()))?;
     }
     clone_now((to.0, &temp), to, options)
 }
@@ -130,7 +132,8 @@ pub fn of_snapshot(
 /// that exists already is of an earlier moment, and stays.
 pub fn snapshot_of(pool: &IoCtx, volume: &str, snapshot: &str) -> Result<(), CephError> {
     if rbd::image_id(pool, snapshot)?.is_none() {
-        clone_now((pool, volume), (pool, snapshot), &between())?;
+        let data_pool = Image::open(pool, volume, OpenMode::ReadOnly)?.data_pool()?;
+        clone_now((pool, volume), (pool, snapshot), &between(data_pool))?;
     } else {
         drop_snapshot(pool, volume, snapshot)?;
     }

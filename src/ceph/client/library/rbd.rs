@@ -140,6 +140,7 @@ table! {
     fn rbd_get_size(image: Image, size: *mut u64) -> c_int;
     fn rbd_get_features(image: Image, features: *mut u64) -> c_int;
     fn rbd_get_id(image: Image, id: *mut c_char, len: usize) -> c_int;
+    fn rbd_get_data_pool_id(image: Image) -> i64;
     fn rbd_get_create_timestamp(image: Image, time: *mut libc::timespec) -> c_int;
     fn rbd_resize2(
         image: Image, size: u64, allow_shrink: bool,

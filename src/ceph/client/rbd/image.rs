@@ -164,6 +164,17 @@ impl Image {
         Ok(system_time(time))
     }
 
+    /// The pool of its data, if that is another than its own.
+    pub fn data_pool(&self) -> Result<Option<String>, CephError> {
+        // SAFETY: the image is open.
+        let answer = unsafe { (self.functions().rbd_get_data_pool_id)(self.raw) };
+        let id = self.call("read the data pool of").check64(answer)?;
+        if id == self.io.pool_id() {
+            return Ok(None);
+        }
+        self.io.cluster().pool_name(id).map(Some)
+    }
+
     /// Grows it to this size in bytes, if it is smaller. A smaller size is invalid
     /// ([`CephError::is_invalid`]).
     pub fn grow(&self, size: u64) -> Result<(), CephError> {

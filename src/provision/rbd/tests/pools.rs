@@ -85,3 +85,32 @@ async fn a_volume_outlives_the_pool_of_its_name() {
     home.delete(&made.handle).await.unwrap();
     assert_eq!(home.cluster.rbd(&["ls", &images]), "");
 }
+
+/// Jerasure takes two data chunks and a coding one at least, and the cluster of the tests has
+/// one OSD: so a replicated pool stands for an erasure-coded one.
+#[tokio::test]
+async fn copies_have_their_data_in_the_data_pool() {
+    let Some(home) = Home::new() else { return };
+    let data = home.cluster.fresh_pool();
+    let of_class = |name: &str| {
+        let mut new = home.volume(name, MIB);
+        let pool = ("dataPool".to_owned(), data.clone());
+        new.parameters.extend([pool]);
+        new
+    };
+    let source = home.make(of_class("source")).await;
+    let new = home.snapshot("snapshot", &source.handle);
+    home.rbd.create_snapshot(new).await.unwrap();
+    let mut copy = of_class("copy");
+    copy.source = Some(ContentSource::Volume(source.handle));
+    home.make(copy).await;
+    let images = home.images();
+    // One is between the volume and its copy.
+    assert_eq!(images.len(), 4, "{images:?}");
+    for image in images {
+        let spec = format!("{}/{image}", home.pool);
+        let info = home.cluster.rbd(&["info", "--format=json", &spec]);
+        let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+        assert_eq!(info["data_pool"], *data, "{info}");
+    }
+}
