@@ -67,6 +67,13 @@ pub struct AccessibilityRequirements {
     pub preferred: Vec<TopologySegments>,
 }
 
+impl AccessibilityRequirements {
+    /// All topologies, the best first.
+    pub fn topologies(&self) -> impl Iterator<Item = &TopologySegments> {
+        self.preferred.iter().chain(&self.requisite)
+    }
+}
+
 /// The source of a new volume, by handle.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

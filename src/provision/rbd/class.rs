@@ -167,8 +167,8 @@ impl Class {
         &self,
         accessibility: &AccessibilityRequirements,
     ) -> Result<CephPools, ProvisionError> {
-        let journal = self.journal_pool.as_ref().unwrap_or(&self.pool);
         if self.constrained.is_empty() || *accessibility == AccessibilityRequirements::default() {
+            let journal = self.journal_pool.as_ref().unwrap_or(&self.pool);
             return Ok(CephPools {
                 journal: journal.clone(),
                 image: full("pool", &self.pool)?,
@@ -177,13 +177,41 @@ impl Class {
             });
         }
         let (pool, topology) = topology::choose(&self.constrained, accessibility)?;
+        Ok(self.constrained_pools(pool, topology))
+    }
+
+    fn constrained_pools(&self, pool: &Constrained, topology: TopologySegments) -> CephPools {
+        let journal = self.journal_pool.as_ref().unwrap_or(&self.pool);
         let journal = Some(journal).filter(|name| !name.is_empty());
-        Ok(CephPools {
+        CephPools {
             journal: journal.unwrap_or(&pool.name).clone(),
             image: pool.name.clone(),
             data: pool.data.clone(),
             topology,
+        }
+    }
+
+    /// The pools of a volume that is in pool `image` already, if the class and these
+    /// requirements allow it there.
+    pub fn pools_with(
+        &self,
+        image: &str,
+        accessibility: &AccessibilityRequirements,
+    ) -> Option<CephPools> {
+        let chosen = self.pools(accessibility).ok();
+        chosen.filter(|pools| pools.image == image).or_else(|| {
+            let (pool, topology) = topology::find(&self.constrained, image, accessibility)?;
+            Some(self.constrained_pools(pool, topology))
         })
+    }
+
+    /// The pools whose journals may have a volume of this class, besides that which
+    /// [`pools`](Self::pools) chooses: a create with other requirements chose another.
+    pub fn other_journals<'a>(&'a self, chosen: &'a CephPools) -> impl Iterator<Item = &'a str> {
+        let is_fixed = self.journal_pool.is_some() || !self.pool.is_empty();
+        let all = self.constrained.iter().filter(move |_| !is_fixed);
+        let names = all.map(|pool| pool.name.as_str());
+        names.filter(|name| *name != chosen.journal)
     }
 
     /// The keys of the volume context beside those that name the image.

@@ -32,7 +32,7 @@ use crate::ceph::{
         rados::IoCtx,
         rbd::{self, Image, OpenMode, Remains},
     },
-    csi_format::journal::{self, JournalEntry, NameEntry},
+    csi_format::journal::{self, JournalEntry, JournalError, NameEntry},
 };
 
 mod build;
@@ -40,6 +40,7 @@ mod build;
 use build::CopySource;
 
 /// A request with its cluster, pools and class.
+#[derive(Clone)]
 pub struct Creation<'a> {
     store: &'a RbdStore,
     new: &'a NewVolume,
@@ -97,6 +98,9 @@ impl<'a> Creation<'a> {
     }
 
     pub fn run(&self) -> Result<VolumeInfo, ProvisionError> {
+        if let Some(volume) = self.made_elsewhere()? {
+            return Ok(volume);
+        }
         let journal = &self.store.volumes;
         let name = &self.new.name;
         // A repeat of a copy must not need the source, which may have been deleted.
@@ -123,6 +127,32 @@ impl<'a> Creation<'a> {
                 return self.begin(&pool, wanted, origin.as_ref(), bytes);
             }
         }
+    }
+
+    /// The volume, if an earlier create of that name preferred another topology, and so another
+    /// journal.
+    fn made_elsewhere(&self) -> Result<Option<VolumeInfo>, ProvisionError> {
+        for name in self.class.other_journals(&self.pools) {
+            let pool = match self.link.named_pool(name) {
+                Err(RbdError::NoPool { .. }) => continue,
+                pool => pool?,
+            };
+            let reserved = match self.store.volumes.find(&pool, &self.new.name) {
+                Ok(Some(reserved)) => reserved,
+                Ok(None) => continue,
+                // Then this user has made nothing there.
+                Err(JournalError::Ceph(error)) if error.is_access_denied() => continue,
+                Err(error) => return Err(RbdError::from(error).into()),
+            };
+            let there = Self {
+                journal: pool,
+                ..self.clone()
+            };
+            if let Some(volume) = there.resume(reserved)? {
+                return Ok(Some(volume));
+            }
+        }
+        Ok(None)
     }
 
     fn pool_of(&self, name: &str) -> Result<IoCtx, RbdError> {
@@ -190,17 +220,32 @@ impl<'a> Creation<'a> {
         let Some(entry) = self.attempt(&pool, reserved).there(&wanted)? else {
             return Ok(None);
         };
-        if pool.pool() != self.pools.image {
+        let accessibility = &self.new.accessibility;
+        let Some(pools) = self.class.pools_with(pool.pool(), accessibility) else {
             return Err(self.differs(format!("it is in pool {:?}", pool.pool())));
-        }
-        let new_image = self.new_image(&pool, reserved, entry);
-        let image = match Image::open(&pool, new_image.image(), OpenMode::ReadOnly) {
+        };
+        let here = Self {
+            pools,
+            ..self.clone()
+        };
+        here.resume_in(&pool, reserved, entry)
+    }
+
+    /// The same for its entry in the pool of its image.
+    fn resume_in(
+        &self,
+        pool: &IoCtx,
+        reserved: NameEntry,
+        entry: JournalEntry,
+    ) -> Result<Option<VolumeInfo>, ProvisionError> {
+        let new_image = self.new_image(pool, reserved, entry);
+        let image = match Image::open(pool, new_image.image(), OpenMode::ReadOnly) {
             Ok(image) => Some(image),
             Err(error) if error.is_not_found() => None,
             Err(error) => return Err(RbdError::from(error).into()),
         };
         if self.is_broken(&new_image, image.as_ref())? {
-            let attempt = self.attempt(&pool, reserved);
+            let attempt = self.attempt(pool, reserved);
             attempt.give_up(&new_image.entry)?;
             return Ok(None);
         }

@@ -45,11 +45,7 @@ pub fn choose<'a>(
     pools: &'a [Constrained],
     accessibility: &AccessibilityRequirements,
 ) -> Result<(&'a Constrained, TopologySegments), ProvisionError> {
-    let all = accessibility
-        .preferred
-        .iter()
-        .chain(&accessibility.requisite);
-    let mut fits = all.filter_map(|topology| {
+    let mut fits = accessibility.topologies().filter_map(|topology| {
         let pool = pools.iter().find(|pool| pool.is_in(topology))?;
         Some((pool, pool.part_of(topology)))
     });
@@ -59,6 +55,20 @@ pub fn choose<'a>(
             pool: names.join(", "),
             wanted: format!("{:?}", accessibility.requisite),
         }
+    })
+}
+
+/// The same for the pool of that name, where a volume is already: a repeat may prefer another
+/// topology. None: no pool of that name is in any of the topologies.
+pub fn find<'a>(
+    pools: &'a [Constrained],
+    name: &str,
+    accessibility: &AccessibilityRequirements,
+) -> Option<(&'a Constrained, TopologySegments)> {
+    let named = || pools.iter().filter(|pool| pool.name == name);
+    accessibility.topologies().find_map(|topology| {
+        let pool = named().find(|pool| pool.is_in(topology))?;
+        Some((pool, pool.part_of(topology)))
     })
 }
 

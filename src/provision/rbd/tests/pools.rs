@@ -114,3 +114,42 @@ async fn copies_have_their_data_in_the_data_pool() {
         assert_eq!(info["data_pool"], *data, "{info}");
     }
 }
+
+#[tokio::test]
+async fn a_repeat_that_prefers_another_topology_finds_the_volume() {
+    let Some(home) = Home::new() else { return };
+    let (east, west) = (home.cluster.fresh_pool(), home.cluster.fresh_pool());
+    let segment = |zone: &str| BTreeMap::from([("t.x/zone".to_owned(), zone.to_owned())]);
+    let domain = |zone| serde_json::json!([{"domainLabel": "zone", "value": zone}]);
+    let constrained = serde_json::json!([
+        {"poolName": east, "domainSegments": domain("e")},
+        {"poolName": west, "domainSegments": domain("w")},
+    ]);
+    // The journal is in the pool of the image, or in one for all.
+    for has_pool in [false, true] {
+        let preferring = |zone: &str, requisite: &[&str]| {
+            let mut new = home.volume("moved", MIB);
+            if !has_pool {
+                new.parameters.remove("pool");
+            }
+            let parameter = "topologyConstrainedPools".to_owned();
+            new.parameters.insert(parameter, constrained.to_string());
+            new.accessibility = AccessibilityRequirements {
+                requisite: requisite.iter().map(|zone| segment(zone)).collect(),
+                preferred: vec![segment(zone)],
+            };
+            new
+        };
+        let made = home.make(preferring("e", &["e", "w"])).await;
+        assert_eq!(made.context["pool"], east);
+        assert_eq!(made.topology, segment("e"));
+        assert_eq!(home.make(preferring("w", &["w", "e"])).await, made);
+        let elsewhere = home.rbd.create_volume(preferring("w", &["w"])).await;
+        assert_eq!(elsewhere.unwrap_err().kind(), ErrorKind::Conflict);
+        assert_eq!(home.cluster.rbd(&["ls", &west]), "");
+        home.delete(&made.handle).await.unwrap();
+        let anew = home.make(preferring("w", &["w"])).await;
+        assert_eq!(anew.context["pool"], west);
+        home.delete(&anew.handle).await.unwrap();
+    }
+}
