@@ -173,6 +173,18 @@ pub enum RbdError {
         /// The group's name.
         group: String,
     },
+    /// A secondary image whose primary may not exist.
+    #[error(
+        "image {image} is the secondary of a mirror, and rbd-mirror does not replay it here \
+         (status {status:?}), so it may be the volume's last: start rbd-mirror, or promote the \
+         image, to delete the volume"
+    )]
+    NotReplayed {
+        /// The image, with its pool.
+        image: String,
+        /// What the daemon reports.
+        status: String,
+    },
     /// A deleted image has snapshots that are not this driver's.
     #[error(
         "deleted image {image} of pool {pool} stays in the trash, because it has the snapshots \
@@ -223,6 +235,7 @@ impl RbdError {
             | Self::OwnSecrets { .. }
             | Self::InUse { .. }
             | Self::Grouped { .. }
+            | Self::NotReplayed { .. }
             | Self::Snapshotted { .. }
             | Self::ClientNotRegistered { .. }
             | Self::NoLayering(_)

@@ -17,6 +17,7 @@ use super::{
 use crate::{
     ceph::{
         client::{
+            CephError,
             rados::IoCtx,
             rbd::{self, Mirroring, OpenMode},
         },
@@ -109,6 +110,11 @@ impl RbdStore {
         {
             return Ok(own?.into_iter().collect());
         }
+        // A delete has removed its entry, and left the image to its mirror: elsewhere is the
+        // primary.
+        if matches!(own, Ok(None)) && self.is_left(handle, secrets)? {
+            return Ok(Vec::new());
+        }
         let elsewhere = self.elsewhere(of, handle, &places, secrets);
         match (own, elsewhere?) {
             (Ok(own), other) => Ok(own.into_iter().chain(other).collect()),
@@ -122,6 +128,15 @@ impl RbdStore {
                 Ok(vec![other])
             }
             (Err(error), _) => Err(error),
+        }
+    }
+
+    /// Whether the cluster and pool of a handle have an image of its uuid without an entry.
+    fn is_left(&self, handle: &Handle, secrets: &Secrets) -> Result<bool, RbdError> {
+        let link = self.link(handle.cluster_id(), secrets)?;
+        match link.pool(handle.pool_id()) {
+            Err(error) if error.is_not_found() => Ok(false),
+            pool => Ok(image_of(&pool?, handle)?.is_some()),
         }
     }
 
@@ -187,12 +202,17 @@ fn find_image(pool: &IoCtx, handle: &Handle, entry: &mut JournalEntry) -> Result
     if rbd::image_id(pool, &entry.image)?.is_some() {
         return Ok(());
     }
-    let uuid = handle.uuid().to_string();
-    let mut images = rbd::list(pool)?.into_iter();
-    if let Some(image) = images.find(|image| image.name.ends_with(&uuid)) {
-        entry.image = image.name;
+    if let Some(image) = image_of(pool, handle)? {
+        entry.image = image;
     }
     Ok(())
+}
+
+/// The name of the image with a handle's uuid.
+fn image_of(pool: &IoCtx, handle: &Handle) -> Result<Option<String>, CephError> {
+    let uuid = handle.uuid().to_string();
+    let mut names = rbd::list(pool)?.into_iter().map(|image| image.name);
+    Ok(names.find(|name| name.ends_with(&uuid)))
 }
 
 /// Whether an error shows that the cluster is not configured or does not admit this user:

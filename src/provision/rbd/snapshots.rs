@@ -10,7 +10,7 @@ use super::{
     encryption::Encryption,
     error::RbdError,
     found::{FoundImage, Recorded, handle_of},
-    volumes::{delete_removes, forget, leave, refuse_if_used},
+    volumes::{Removal, forget, leave, refuse_if_used, removal},
 };
 use crate::{
     ceph::{
@@ -194,11 +194,11 @@ impl RbdStore {
             return Err(RbdError::InGroup { handle, group }.into());
         }
         match found.open(OpenMode::ReadWrite) {
-            Ok(image) if !delete_removes(&self.snapshots, found, &image)? => {
-                leave(found, &image);
-                return Ok(());
-            }
             Ok(image) => {
+                let removal = removal(&self.snapshots, found, &image)?;
+                if removal != Removal::All {
+                    return leave(&self.snapshots, found, removal);
+                }
                 refuse_if_used(found, &image)?;
                 // While it has clones, it stays without its name.
                 or_missing(image.snapshot_remove(&found.image)).map_err(RbdError::from)?;

@@ -54,9 +54,9 @@ impl RbdStore {
 
     fn delete_found(&self, found: &FoundImage) -> Result<(), ProvisionError> {
         let temp = super::copies::temporary(&found.image);
-        match self.is_free(found) {
-            Ok(true) => {}
-            Ok(false) => return Ok(()),
+        match self.removal(found) {
+            Ok(Removal::All) => {}
+            Ok(removal) => return leave(&self.volumes, found, removal),
             // The delete was interrupted: the image is being removed.
             Err(error) if error.is_not_found() => {}
             Err(error) => return Err(error.into()),
@@ -65,9 +65,9 @@ impl RbdStore {
         forget(&self.volumes, found)
     }
 
-    /// Whether a delete removes the image, which no client may have open. Mostly the header
+    /// What a delete removes; of an image, no client may have it open. Mostly the header
     /// suffices; opening the image takes longer.
-    fn is_free(&self, found: &FoundImage) -> Result<bool, RbdError> {
+    fn removal(&self, found: &FoundImage) -> Result<Removal, RbdError> {
         let header = Header::of(&found.pool, &found.image)?;
         if header.is_grouped()? {
             let (image, open) = (found.path(), found.open(OpenMode::ReadOnly)?);
@@ -75,15 +75,14 @@ impl RbdStore {
             return Err(RbdError::Grouped { image, group });
         }
         if !found.stands_in && !header.is_mirrored()? && header.watching()?.is_empty() {
-            return Ok(true);
+            return Ok(Removal::All);
         }
         let image = Image::open(&found.pool, &found.image, OpenMode::ReadOnly)?;
-        if !delete_removes(&self.volumes, found, &image)? {
-            leave(found, &image);
-            return Ok(false);
+        let removal = removal(&self.volumes, found, &image)?;
+        if removal == Removal::All {
+            refuse_if_used(found, &image)?;
         }
-        refuse_if_used(found, &image)?;
-        Ok(true)
+        Ok(removal)
     }
 
     /// Moves those of these images that exist to the trash, and the one whose id the journal
@@ -209,13 +208,34 @@ pub fn forget(journal: &Journal, found: &FoundImage) -> Result<(), ProvisionErro
     Ok(())
 }
 
-/// Whether a delete removes the image. A secondary image is left to `rbd-mirror`; an image
-/// that was found by `cluster-mapping.json` must be primary, or proven to be the volume's.
-pub fn delete_removes(of: &Journal, found: &FoundImage, image: &Image) -> Result<bool, RbdError> {
+/// What a delete removes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Removal {
+    /// The image and its entry in the journal.
+    All,
+    /// The entry alone: `rbd-mirror` replays the primary image, and removes this one with it.
+    Entry,
+    /// Nothing: it is not proven that the image is the volume's.
+    Nothing,
+}
+
+/// What a delete removes of a volume with that image. An image that was found by
+/// `cluster-mapping.json` must be primary, or proven to be the volume's. Whether a secondary
+/// image has a primary shows only while it is replayed: else its data may be the last.
+pub fn removal(of: &Journal, found: &FoundImage, image: &Image) -> Result<Removal, RbdError> {
     Ok(match image.mirroring()? {
-        Mirroring::Secondary => false,
-        Mirroring::Primary => true,
-        Mirroring::None if !found.stands_in => true,
+        Mirroring::Secondary => {
+            let replay = image.replay()?;
+            if !replay.is_active {
+                return Err(RbdError::NotReplayed {
+                    image: found.path(),
+                    status: replay.description,
+                });
+            }
+            Removal::Entry
+        }
+        Mirroring::Primary => Removal::All,
+        Mirroring::None if !found.stands_in => Removal::All,
         // The journal's directory and its entry agree.
         Mirroring::None => {
             let Recorded {
@@ -223,19 +243,29 @@ pub fn delete_removes(of: &Journal, found: &FoundImage, image: &Image) -> Result
                 reserved,
                 entry,
             } = found.recorded()?;
-            entry.image_id == image.id()? && of.find(journal, &entry.name)? == Some(*reserved)
+            let is_proven =
+                entry.image_id == image.id()? && of.find(journal, &entry.name)? == Some(*reserved);
+            if is_proven {
+                Removal::All
+            } else {
+                Removal::Nothing
+            }
         }
     })
 }
 
-/// Deletes nothing. The entry stays, too: without it, a repeat would find and delete the
-/// primary image.
-pub fn leave(found: &FoundImage, image: &Image) {
+/// Leaves the image of a deleted volume, and removes its entry if that is all to remove.
+/// [`all_of_volume`](RbdStore::all_of_volume) keeps a repeat from the primary image.
+pub fn leave(of: &Journal, found: &FoundImage, removal: Removal) -> Result<(), ProvisionError> {
     tracing::info!(
         handle = found.handle,
-        %image,
+        image = found.path(),
         "deleted a volume without its image, which is secondary or not proven to be the volume's"
     );
+    match removal {
+        Removal::Entry => forget(of, found),
+        _ => Ok(()),
+    }
 }
 
 /// Grows an image, and its limits with it.

@@ -30,6 +30,7 @@ mod nbd;
 mod node;
 mod program_stubs;
 mod rbd;
+mod replayer;
 mod resource_usage;
 mod rng;
 mod sandbox;
@@ -64,6 +65,7 @@ pub use rbd::{
     Ceph, ImageOpener, KINDS, ceph_story, mapping_of, mappings_of, own_cluster_story, rbds_of,
     rbds_over, spec_of,
 };
+pub use replayer::Replayer;
 pub use resource_usage::ResourceUsage;
 pub use rng::Rng;
 pub use sandbox::Sandbox;

@@ -72,6 +72,25 @@ pub struct MirrorInfo {
     pub primary: bool,
 }
 
+/// `rbd_mirror_image_site_status_t`.
+#[repr(C)]
+pub struct SiteStatus {
+    pub mirror_uuid: *mut c_char,
+    pub state: c_int,
+    pub description: *mut c_char,
+    pub updated: libc::time_t,
+    pub up: bool,
+}
+
+/// `rbd_mirror_image_global_status_t`.
+#[repr(C)]
+pub struct MirrorStatus {
+    pub name: *mut c_char,
+    pub info: MirrorInfo,
+    pub count: usize,
+    pub sites: *mut SiteStatus,
+}
+
 /// `rbd_group_info_t`.
 #[repr(C)]
 pub struct GroupInfo {
@@ -81,10 +100,14 @@ pub struct GroupInfo {
 
 /// `RBD_MIRROR_IMAGE_ENABLED`.
 pub const MIRRORED: c_int = 1;
+/// `MIRROR_IMAGE_STATUS_STATE_REPLAYING`.
+pub const REPLAYING: c_int = 4;
 
 #[cfg(target_pointer_width = "64")]
 const _: () = {
     assert!(size_of::<MirrorInfo>() == 16);
+    assert!(size_of::<SiteStatus>() == 40);
+    assert!(size_of::<MirrorStatus>() == 40);
     assert!(size_of::<GroupInfo>() == 16);
     assert!(size_of::<ImageSpec>() == 16);
     assert!(size_of::<LinkedImage>() == 48);
@@ -151,6 +174,8 @@ table! {
     fn rbd_watchers_list_cleanup(watchers: *mut Watcher, count: usize);
     fn rbd_mirror_image_get_info(image: Image, info: *mut MirrorInfo, info_size: usize) -> c_int;
     fn rbd_mirror_image_get_info_cleanup(info: *mut MirrorInfo);
+    fn rbd_mirror_image_get_global_status(image: Image, status: *mut MirrorStatus, status_size: usize) -> c_int;
+    fn rbd_mirror_image_global_status_cleanup(status: *mut MirrorStatus);
     fn rbd_get_group(image: Image, group: *mut GroupInfo, group_size: usize) -> c_int;
     fn rbd_group_info_cleanup(group: *mut GroupInfo, group_size: usize) -> c_int;
 

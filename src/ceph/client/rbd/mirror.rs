@@ -1,12 +1,12 @@
 //! The role of an image towards its mirrors in other clusters.
 
-use std::{mem, ptr};
+use std::{mem, ptr, slice};
 
 use super::{
     Image, Watcher, abi,
     header::{MIRRORED, clients_watching},
 };
-use crate::ceph::client::CephError;
+use crate::ceph::client::{CephError, call::owned};
 
 /// The role of an image towards its mirrors. Their daemons (`rbd-mirror`) watch it, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,6 +17,15 @@ pub enum Mirroring {
     Primary,
     /// It follows the primary image: it accepts no changes, and is removed with that image.
     Secondary,
+}
+
+/// The state of a secondary image, as the daemon of its cluster reports it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Replay {
+    /// Whether the daemon runs (`up`) and replays the primary's changes (`replaying`).
+    pub is_active: bool,
+    /// The daemon's own words.
+    pub description: String,
 }
 
 impl Image {
@@ -55,5 +64,41 @@ impl Image {
             (abi::MIRRORED, false) => Mirroring::Secondary,
             _ => Mirroring::None,
         })
+    }
+
+    /// What the daemon of this cluster (`rbd-mirror`) does with the image.
+    pub fn replay(&self) -> Result<Replay, CephError> {
+        let functions = self.functions();
+        let mut status = abi::MirrorStatus {
+            name: ptr::null_mut(),
+            info: abi::MirrorInfo {
+                global_id: ptr::null_mut(),
+                state: 0,
+                primary: false,
+            },
+            count: 0,
+            sites: ptr::null_mut(),
+        };
+        let size = mem::size_of_val(&status);
+        let read = functions.rbd_mirror_image_get_global_status;
+        // SAFETY: the library fills `status`, of the given size.
+        let answer = unsafe { read(self.raw(), &raw mut status, size) };
+        self.call("read the mirror status of").check(answer)?;
+        // SAFETY: the library has filled `status`, with so many sites, whose texts end in NUL;
+        // none of it is used after the clean-up.
+        unsafe {
+            let sites = match status.sites {
+                sites if sites.is_null() => &[],
+                sites => slice::from_raw_parts(sites, status.count),
+            };
+            // That of this cluster has no uuid.
+            let own = sites.iter().find(|site| owned(site.mirror_uuid).is_empty());
+            let replay = own.map_or_else(Replay::default, |own| Replay {
+                is_active: own.up && own.state == abi::REPLAYING,
+                description: owned(own.description),
+            });
+            (functions.rbd_mirror_image_global_status_cleanup)(&raw mut status);
+            Ok(replay)
+        }
     }
 }

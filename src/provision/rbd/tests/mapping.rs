@@ -3,6 +3,8 @@
 
 use std::sync::Arc;
 
+use testkit::Replayer;
+
 use super::*;
 use crate::ceph::client::rbd::{self as images, Image, Mirroring, OpenMode};
 
@@ -172,7 +174,8 @@ async fn a_delete_follows_a_mapping_only_to_the_volumes_own_image() {
     let id = [("csi.imageid", before["csi.imageid"].as_str())];
     moved.sites[1].omap_set(&entry, &id).unwrap();
     moved.demote();
-    moved.delete().await;
+    let refused = moved.home.delete(&moved.volume.handle).await;
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::Precondition);
     assert_eq!(moved.is_there(), [false, true], "it follows another");
     assert!(moved.sites[1].exists(&entry).unwrap());
 
@@ -191,8 +194,18 @@ async fn deleting_a_mirror_leaves_it_and_its_primary() {
     let (pool, own) = (moved.sites[1].pool_id(), &moved.volume.handle);
     let uuid = own[own.len() - 36..].parse().unwrap();
     let handle = crate::ceph::csi_format::handle::Handle::new("other", pool, uuid).unwrap();
+    let handle = handle.to_string();
+    let delete = || moved.home.delete(&handle);
+    let has_entry = || moved.sites[1].exists(&moved.entry()).unwrap();
+    // The primary may be lost.
+    let refused = delete().await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Precondition, "{refused}");
+    assert!(refused.to_string().contains("rbd-mirror"), "{refused}");
+    assert!(has_entry());
+    let _daemon = Replayer::of(&moved.home.cluster, &moved.at(1));
     for _ in 0..2 {
-        moved.home.delete(&handle.to_string()).await.unwrap();
+        delete().await.unwrap();
         assert_eq!(moved.is_there(), [true; 2]);
+        assert!(!has_entry());
     }
 }
