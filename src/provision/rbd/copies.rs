@@ -75,15 +75,16 @@ pub fn of_volume(
 }
 
 /// Whether an image of ceph-csi, whose journal does not record its source, may be a copy of
-/// that source, or of none: the name of its parent has the source's uuid. A flattened image
-/// may be a copy of any.
+/// that source, or of none: the name of its parent has the source's uuid. An image without a
+/// parent counts as a copy of nothing, though it may have been flattened: to take a blank
+/// volume for a copy would be worse than to refuse one.
 pub fn may_be_of(
     image: &Image,
     name: &str,
     source: Option<&ContentSource>,
 ) -> Result<bool, CephError> {
     let Some(mut parent) = image.parent()? else {
-        return Ok(true);
+        return Ok(source.is_none());
     };
     let handle = match source {
         None => return Ok(false),

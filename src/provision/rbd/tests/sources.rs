@@ -67,20 +67,19 @@ async fn a_repeat_asks_for_the_same_source() {
 }
 
 #[tokio::test]
-async fn the_source_of_a_copy_of_ceph_csi_is_known_by_its_parent() {
+async fn the_source_of_a_volume_of_ceph_csi_is_known_by_its_parent() {
     let Some(origins) = Origins::new().await else {
         return;
     };
-    let copies = [&origins.volume, &origins.snapshot];
-    for (n, source) in copies.into_iter().enumerate() {
+    for (n, source) in origins.sources().into_iter().enumerate() {
         let name = format!("copy-{n}");
-        let made = origins.create(&name, Some(source)).await.unwrap();
+        let made = origins.create(&name, source).await.unwrap();
         origins.forget_origin(&made);
         for requested in origins.sources() {
             match origins.create(&name, requested).await {
-                Ok(repeat) => assert_eq!((repeat, requested), (made.clone(), Some(source))),
+                Ok(repeat) => assert_eq!((repeat, requested), (made.clone(), source)),
                 Err(refused) => {
-                    assert_ne!(requested, Some(source), "{refused}");
+                    assert_ne!(requested, source, "{refused}");
                     assert_eq!(refused.kind(), ErrorKind::Conflict, "{refused}");
                 }
             }
