@@ -158,10 +158,10 @@ pub enum RbdError {
     },
     /// The cluster reports no capacity of the pool.
     #[error(
-        "the cluster reports no capacity of pool {pool}: its manager (ceph-mgr) has not measured it, \
+        "the cluster reports no capacity of {what}: its manager (ceph-mgr) has not measured it, \
          or does not run"
     )]
-    NotMeasured { pool: String },
+    NotMeasured { what: String },
     /// The image belongs to a group.
     #[error(
         "image {image} is a member of group {group:?}; remove it from the group before the delete \

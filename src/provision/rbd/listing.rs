@@ -150,8 +150,16 @@ impl RbdStore {
     }
 
     /// The space available in the class's pool, by Ceph's own count (`ceph df`): after
-    /// replication, and before the fullest OSD is full.
+    /// replication, and before the fullest OSD is full. Without a class, the most that one
+    /// may have: see [`all_available`](Self::all_available).
     pub(super) fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, ProvisionError> {
+        if room.parameters.is_empty() {
+            return Ok(Capacity {
+                available: self.all_available()?,
+                maximum: None,
+                minimum: least(&Class::file_systems(&room.uses)?),
+            });
+        }
         let class = Class::parse(&room.parameters)?;
         let minimum = least(&Class::file_systems(&room.uses)?);
         let none = Capacity {
@@ -175,6 +183,34 @@ impl RbdStore {
             maximum: None,
             minimum,
         })
+    }
+}
+
+impl RbdStore {
+    /// The space in the clusters for which this controller has a user. The pools of a cluster
+    /// share its OSDs, so of each cluster it is that of the RBD pool with the most.
+    fn all_available(&self) -> Result<u64, RbdError> {
+        let mut ids = self.own_cluster_ids()?;
+        if ids.is_empty() {
+            // The error names one of them.
+            ids = (self
+                .clusters
+                .all()?
+                .iter()
+                .map(|one| one.cluster_id.clone()))
+            .collect();
+        }
+        let mut available = 0_u64;
+        for id in ids {
+            let cluster = self.link(&id, &Secrets::default())?.cluster;
+            let ask = |command| cluster.mon_command(&command);
+            let pools = ask(json!({"prefix": "osd pool ls", "detail": "detail", "format": "json"}));
+            let df = ask(json!({"prefix": "df", "format": "json"}));
+            let most = most_available_in(&df?, &pools?);
+            let what = format!("any RBD pool of cluster {id:?}");
+            available = available.saturating_add(most.ok_or(RbdError::NotMeasured { what })?);
+        }
+        Ok(available)
     }
 }
 
@@ -288,8 +324,8 @@ fn available(pool: &IoCtx) -> Result<u64, RbdError> {
     let answer = pool.cluster().mon_command(&command)?;
     // The monitors count what Ceph's manager has measured last.
     available_in(&answer, pool.pool_id()).ok_or_else(|| {
-        let pool = pool.to_string();
-        RbdError::NotMeasured { pool }
+        let what = format!("pool {pool}");
+        RbdError::NotMeasured { what }
     })
 }
 
@@ -298,6 +334,15 @@ fn available_in(df: &[u8], pool_id: i64) -> Option<u64> {
     let df: serde_json::Value = serde_json::from_slice(df).ok()?;
     let mut pools = df["pools"].as_array()?.iter();
     pools.find(|one| one["id"].as_i64() == Some(pool_id))?["stats"]["max_avail"].as_u64()
+}
+
+/// The largest figure of a pool of the application `rbd`, if there is one.
+fn most_available_in(df: &[u8], pools: &[u8]) -> Option<u64> {
+    let pools: serde_json::Value = serde_json::from_slice(pools).ok()?;
+    let of_rbd = pools.as_array()?.iter();
+    let of_rbd = of_rbd.filter(|pool| pool["application_metadata"]["rbd"].is_object());
+    let ids = of_rbd.filter_map(|pool| pool["pool_id"].as_i64());
+    ids.filter_map(|id| available_in(df, id)).max()
 }
 
 #[cfg(test)]
@@ -315,6 +360,24 @@ mod tests {
         assert_eq!(of(df(json!({}))), None);
         assert_eq!(of(json!({"pools": []})), None);
         assert_eq!(available_in(b"", 3), None);
+    }
+
+    #[test]
+    fn the_pools_of_a_cluster_share_its_room() {
+        let pool = |id: i64, application: &str| json!({"pool_id": id, "application_metadata": {application: {}}});
+        let pools = json!([
+            pool(1, "mgr"),
+            pool(2, "rbd"),
+            pool(3, "rbd"),
+            pool(4, "rbd")
+        ]);
+        let room = |id: i64, bytes: u64| json!({"id": id, "stats": {"max_avail": bytes}});
+        let df = json!({"pools": [room(1, 90), room(2, 20), room(3, 30)]});
+        let most = |df: &serde_json::Value| {
+            most_available_in(df.to_string().as_bytes(), pools.to_string().as_bytes())
+        };
+        assert_eq!(most(&df), Some(30));
+        assert_eq!(most(&json!({"pools": [room(1, 90)]})), None);
     }
 
     proptest! {
