@@ -398,7 +398,7 @@ fn invalid_parameters_are_named_and_secrets_are_not() {
             ("objectSize", "3", "objectSize"),
             ("stripeUnit", "4096", "stripeCount"),
             ("mounter", "fuse", "mounter"),
-            ("colour", "red", "colour"),
+            ("integrityMode", "hmac-sha256", "integrityMode"),
             ("encrypted", "true", "encryptionPassphrase"),
         ] {
             let mut request = ceph.claim("wrong", MIB);

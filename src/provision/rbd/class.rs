@@ -1,8 +1,9 @@
 //! The parameters of a storage class for RBD volumes, as ceph-csi has them.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     str::FromStr,
+    sync::{Mutex, PoisonError},
 };
 
 use super::{
@@ -98,11 +99,10 @@ impl Class {
                 "mounter" => mounter = mounter_named(value)?,
                 limit if QosLimits::is_of_class(limit) => {}
                 _ if FOR_THE_NODE.contains(&name.as_str()) => {}
-                _ => {
-                    let known = [HERE, FOR_THE_NODE].concat().join(", ");
-                    let name = name.clone();
-                    return Err(ProvisionError::UnknownParameter { name, known });
-                }
+                _ => match UNSUPPORTED.iter().find(|key| *key == name) {
+                    Some(key) => return Err(bad(key, value, "this driver does not support it")),
+                    None => pass_over("StorageClass", name),
+                },
             }
             if name != OWNER {
                 class.context.insert(name.clone(), value.clone());
@@ -221,20 +221,13 @@ impl Class {
 }
 
 const OWNER: &str = "csi.storage.k8s.io/pvc/namespace";
-const HERE: &[&str] = &[
-    "clusterID",
-    "pool",
-    "journalPool",
-    "dataPool",
-    "imageFeatures",
-    "objectSize",
-    "stripeUnit",
-    "stripeCount",
-    "volumeNamePrefix",
-    "topologyConstrainedPools",
-    "mounter",
-    "imageFormat",
-    "thickProvision",
+/// Keys of ceph-csi that change how the data is stored: without them the volume would be
+/// another than its class promises.
+const UNSUPPORTED: [&str; 4] = [
+    "encryptionCipher",
+    "encryptionKeySize",
+    "encryptionSectorSize",
+    "integrityMode",
 ];
 /// The keys that the node, or another module, reads.
 const FOR_THE_NODE: &[&str] = &[
@@ -249,6 +242,22 @@ const FOR_THE_NODE: &[&str] = &[
     "cephLogStrategy",
     "cephLogFileEnabled",
 ];
+
+/// Logs an unknown parameter, once for each name: ceph-csi passes over them, so that a class in
+/// use may have any.
+pub fn pass_over(kind: &str, name: &str) {
+    static NAMED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    /// No caller fills the memory.
+    const MOST: usize = 1000;
+    let mut named = NAMED.lock().unwrap_or_else(PoisonError::into_inner);
+    if named.len() < MOST && named.insert(format!("{kind} {name}")) {
+        tracing::warn!(
+            kind,
+            parameter = name,
+            "ignored an unknown parameter; is it misspelt?"
+        );
+    }
+}
 
 /// The features that a class may request, each with those that it depends on.
 fn checked_features(list: &str, mounter: &str) -> Result<Features, ProvisionError> {

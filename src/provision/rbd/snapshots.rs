@@ -6,6 +6,7 @@ use super::{
     super::{NewSnapshot, ProvisionError, SnapshotInfo, params::bad, serialized::snapshot_named},
     RbdStore,
     attempt::Attempt,
+    class::pass_over,
     copies,
     encryption::Encryption,
     error::RbdError,
@@ -254,13 +255,12 @@ fn source_of(found: &FoundImage, entry: &JournalEntry) -> String {
 fn name_prefix(new: &NewSnapshot) -> Result<Option<&str>, ProvisionError> {
     const KNOWN: [&str; 3] = ["clusterID", "pool", "snapshotNamePrefix"];
     for (name, value) in &new.parameters {
-        let Some(known) = KNOWN.into_iter().find(|known| known == name) else {
-            let known = KNOWN.join(", ");
-            let name = name.clone();
-            return Err(ProvisionError::UnknownParameter { name, known });
-        };
-        if value.is_empty() {
-            return Err(bad(known, value, "it must not be empty"));
+        match KNOWN.into_iter().find(|known| known == name) {
+            Some(known) if value.is_empty() => {
+                return Err(bad(known, value, "it must not be empty"));
+            }
+            Some(_) => {}
+            None => pass_over("VolumeSnapshotClass", name),
         }
     }
     Ok(new.parameters.get("snapshotNamePrefix").map(String::as_str))

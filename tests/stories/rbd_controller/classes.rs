@@ -70,6 +70,23 @@ fn an_image_has_the_properties_of_its_class() {
 }
 
 #[test]
+fn an_unknown_parameter_is_ignored_and_named_once() {
+    story(async |sandbox| {
+        let Some(ceph) = Ceph::new(sandbox) else {
+            return;
+        };
+        let controller = Controller::start_with(sandbox, ceph.setup(sandbox)).await;
+        for _ in 0..2 {
+            let request = with(ceph.claim("v", MIB), &[("colour", "red")]);
+            let made = controller.create(request).await.unwrap();
+            assert_eq!(made.volume_context["colour"], "red");
+        }
+        controller.wait_for_log("colour").await;
+        assert_eq!(controller.log().matches("colour").count(), 1);
+    });
+}
+
+#[test]
 fn images_and_journal_may_be_in_pools_apart() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {

@@ -94,6 +94,12 @@ fn classes_that_are_in_use_are_taken() {
 }
 
 #[test]
+fn an_unknown_parameter_is_passed_on() {
+    let class = parse(&[("colour", "red")]).unwrap();
+    assert_eq!(class.context()["colour"], "red");
+}
+
+#[test]
 fn pools_of_parts_of_the_cluster_need_no_other() {
     let pools = r#"[{"poolName":"east","domainSegments":[{"domainLabel":"zone","value":"e"}]}]"#;
     let given = [("clusterID", "ceph"), ("topologyConstrainedPools", pools)];
@@ -126,7 +132,8 @@ fn invalid_parameters_are_named() {
         ("objectSize", "64M", "32M"),
         ("stripeCount", "4", "stripeUnit"),
         ("mounter", "fuse", "rbd-nbd"),
-        ("colour", "red", "volumeNamePrefix"),
+        ("integrityMode", "hmac-sha256", "integrityMode"),
+        ("encryptionCipher", "aes-xts-plain64", "encryptionCipher"),
         ("topologyConstrainedPools", "{", "topologyConstrainedPools"),
         ("encrypted", "perhaps", "encrypted"),
         ("imageFormat", "1", "imageFormat"),
