@@ -208,6 +208,7 @@ impl RbdStore {
             Err(error) => return Err(error.into()),
         }
         self.discard(found, std::slice::from_ref(&found.image))?;
+        self.name_left_key(found);
         forget(&self.snapshots, found)
     }
 

@@ -22,6 +22,7 @@ use crate::{
         client::rbd::{Header, Image, Mirroring, OpenMode},
         csi_format::journal::Journal,
     },
+    error_chain,
     secret::Secrets,
 };
 
@@ -62,7 +63,26 @@ impl RbdStore {
             Err(error) => return Err(error.into()),
         }
         self.discard(found, &[temp, found.image.clone()])?;
+        self.name_left_key(found);
         forget(&self.volumes, found)
+    }
+
+    /// Logs that the passphrase of a deleted image stays in a KMS of ceph-csi, which keeps it
+    /// under the handle: of those that this driver supports none does.
+    pub(super) fn name_left_key(&self, found: &FoundImage) {
+        let Some(Recorded { entry, .. }) = &found.recorded else {
+            return;
+        };
+        if !entry.kms.is_empty()
+            && let Err(error) = self.kms.get(&entry.kms)
+        {
+            tracing::warn!(
+                handle = found.handle,
+                kms = entry.kms,
+                error = error_chain(&error),
+                "the passphrase of a deleted image may be left in its KMS, under the handle"
+            );
+        }
     }
 
     /// What a delete removes; of an image, no client may have it open. Mostly the header

@@ -191,3 +191,20 @@ fn created_volumes_are_as_ceph_csi_expects() {
         assert!(of_volume.is_empty(), "{of_volume}");
     });
 }
+
+/// The KMS is one that keeps passphrases itself, and that this driver does not know.
+#[test]
+fn a_delete_names_the_kms_that_keeps_the_passphrase() {
+    story(async |sandbox| {
+        let Some(ceph) = Ceph::new(sandbox) else {
+            return;
+        };
+        let controller = Controller::start_with(sandbox, ceph.setup(sandbox)).await;
+        let made = controller.create(ceph.claim("v", MIB)).await.unwrap();
+        let uuid = &made.volume_id[made.volume_id.len() - 36..];
+        let kms = [("csi.volume.encryptKMS", "a-vault")];
+        ceph.enter(&format!("csi.volume.{uuid}"), &kms);
+        controller.delete(&made.volume_id).await.unwrap();
+        controller.wait_for_log("a-vault").await;
+    });
+}

@@ -86,6 +86,29 @@ async fn a_volume_outlives_the_pool_of_its_name() {
     assert_eq!(home.cluster.rbd(&["ls", &images]), "");
 }
 
+#[tokio::test]
+async fn a_renamed_pool_keeps_its_volumes() {
+    let Some(home) = Home::new() else { return };
+    let source = home.make(home.volume("source", MIB)).await;
+    let new = home.snapshot("snapshot", &source.handle);
+    let snapshot = home.rbd.create_snapshot(new).await.unwrap();
+    let renamed = format!("{}-renamed", home.pool);
+    home.cluster
+        .ceph(&["osd", "pool", "rename", &home.pool, &renamed]);
+    let range = Range {
+        required: GIB,
+        limit: 0,
+    };
+    let (handle, secrets) = (|| source.handle.clone(), || home.secrets());
+    let grown = home.rbd.expand_volume(handle(), range, secrets()).await;
+    assert_eq!(grown.unwrap(), GIB);
+    let snapshot = snapshot.handle;
+    let deleted = home.rbd.delete_snapshot(snapshot, secrets()).await;
+    deleted.unwrap();
+    home.delete(&source.handle).await.unwrap();
+    assert_eq!(home.cluster.rbd(&["ls", &renamed]), "");
+}
+
 /// Jerasure takes two data chunks and a coding one at least, and the cluster of the tests has
 /// one OSD: so a replicated pool stands for an erasure-coded one.
 #[tokio::test]
