@@ -26,7 +26,7 @@ use crate::{
     provision::{
         ProvisionError, StoreKind, Stores,
         images::ImageStore,
-        rbd::{Operators, PurgeTimes, RbdStore, SecretDir, Settings},
+        rbd::{Operators, PurgeTimes, QUIET_FOR, RbdStore, SecretDir, Settings},
     },
 };
 use clap::{Args, Parser};
@@ -120,6 +120,7 @@ impl CephStoreOptions {
             operators: Operators::new(self.ceph_secret),
             fence_after: self.fence_after.map(Duration::from_secs),
             purge: PurgeTimes::default(),
+            quiet_for: QUIET_FOR,
         };
         Ok(Some(RbdStore::new(settings, lanes)?))
     }

@@ -93,7 +93,14 @@ pub struct Settings<'a> {
     pub fence_after: Option<Duration>,
     /// The intervals that keep replicas of a controller apart in the trash.
     pub purge: PurgeTimes,
+    /// A create of ceph-csi that is younger is left to ceph-csi: [`QUIET_FOR`].
+    pub quiet_for: Duration,
 }
+
+/// How long ceph-csi must not have changed the journal's entry of an incomplete image before
+/// this driver continues with it. ceph-csi's controller must not run beside this one; if it
+/// does all the same, it may be at work on the image.
+pub const QUIET_FOR: Duration = Duration::from_secs(60);
 
 /// The store of RBD images, which all calls share. Most of its functions block.
 #[derive(Debug)]
@@ -108,6 +115,7 @@ pub struct RbdStore {
     purger: TrashPurger,
     flattener: Flattener,
     fencing: Fencer,
+    quiet_for: Duration,
     /// Held by creates and deletes, one at a time for each name.
     names: KeyedMutex,
     /// The pools in use, by cluster, with their users.
@@ -128,6 +136,7 @@ impl RbdStore {
             purger: TrashPurger::new(lanes.clone(), settings.purge),
             flattener: Flattener::new(lanes.clone(), FlattenLimits::default()),
             fencing: Fencer::new(settings.fence_after),
+            quiet_for: settings.quiet_for,
             names: KeyedMutex::default(),
             used: Mutex::default(),
         })

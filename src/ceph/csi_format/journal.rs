@@ -17,7 +17,7 @@
 //! last, a delete removes the entry last. Two controllers may do the same at once: a name
 //! is reserved, and removed, by a change that compares the old value in the same step.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::SystemTime};
 
 use uuid::Uuid;
 
@@ -222,6 +222,11 @@ impl Journal {
     /// The entry of an image, if there is one.
     pub fn read(&self, pool: &IoCtx, uuid: Uuid) -> Result<Option<JournalEntry>, JournalError> {
         read(self.kind, pool, uuid)
+    }
+
+    /// When the entry of an image was changed.
+    pub fn modified(&self, pool: &IoCtx, uuid: Uuid) -> Result<Option<SystemTime>, JournalError> {
+        Ok(pool.modified(&self.object(uuid))?)
     }
 
     /// Adds the image's id to its entry: then it is complete. False if another

@@ -7,6 +7,8 @@
 //! that resumes late finds that it was abandoned, and removes the objects that it has
 //! created since.
 
+use std::time::SystemTime;
+
 use super::{
     super::{ContentSource, ProvisionError},
     RbdStore,
@@ -72,7 +74,12 @@ impl Attempt<'_> {
         let uuid = self.reserved.uuid;
         loop {
             let there = self.journal.read(self.pool, uuid)?;
-            if there.is_some_and(|there| there.is_complete() || there.state == CreateState::None) {
+            if let Some(there) = &there
+                && (there.is_complete() || there.state == CreateState::None)
+            {
+                if !there.is_complete() {
+                    self.leave_young(there)?;
+                }
                 return Ok(Some(self.journal.resume(self.pool, uuid, wanted)?));
             }
             if self.abandon(None)? {
@@ -91,6 +98,23 @@ impl Attempt<'_> {
                 error,
                 "cannot remove an incomplete image; its next create does"
             );
+        }
+    }
+
+    /// Refuses to continue an attempt that ceph-csi has begun or changed a moment ago.
+    fn leave_young(&self, entry: &JournalEntry) -> Result<(), RbdError> {
+        let Some(modified) = self.journal.modified(self.pool, self.reserved.uuid)? else {
+            return Ok(());
+        };
+        // A time to come is of another clock, and shows no age.
+        let age = SystemTime::now().duration_since(modified);
+        match age {
+            Ok(age) if age < self.store.quiet_for => Err(RbdError::Foreign {
+                image: format!("{}/{}", self.pool, entry.image),
+                seconds: age.as_secs(),
+                quiet: self.store.quiet_for.as_secs(),
+            }),
+            _ => Ok(()),
         }
     }
 

@@ -90,6 +90,19 @@ pub enum RbdError {
     /// Another controller abandoned the image while this one created it.
     #[error("another controller abandoned image {0} while this one created it; try again")]
     Contended(String),
+    /// ceph-csi may be creating the image now.
+    #[error(
+        "ceph-csi was at work on image {image} {seconds} s ago and has not completed it; if its \
+         controller still runs, stop it: the two must not make volumes of one class. After {quiet} \
+         s of quiet this driver completes the image; try again"
+    )]
+    Foreign {
+        /// The image, with its pool.
+        image: String,
+        seconds: u64,
+        /// How long it must have been left alone.
+        quiet: u64,
+    },
     /// The image has the maximum number of snapshots.
     #[error(
         "image {image} has {count} snapshots, and the kernel maps images with at most {limit}; its \
@@ -241,7 +254,10 @@ impl RbdError {
             | Self::NoLayering(_)
             | Self::EncryptedOtherwise { .. }
             | Self::Migrated(_) => Kind::Precondition,
-            Self::Flattening(_) | Self::Contended(_) | Self::StillAttached { .. } => Kind::InUse,
+            Self::Flattening(_)
+            | Self::Contended(_)
+            | Self::Foreign { .. }
+            | Self::StillAttached { .. } => Kind::InUse,
             Self::Snapshots { .. } => Kind::Exhausted,
             Self::Lost { .. } => Kind::NotFound,
             Self::NotMeasured { .. } => Kind::Transient,

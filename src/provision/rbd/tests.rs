@@ -60,6 +60,7 @@ fn store_over(dir: &Path, fence_after: Option<Duration>, purge: PurgeTimes) -> R
         operators: Operators::new(vec![own]),
         fence_after,
         purge,
+        quiet_for: Duration::ZERO,
     };
     RbdStore::new(settings, &Lanes::new(4)).unwrap()
 }

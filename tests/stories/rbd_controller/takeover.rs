@@ -3,7 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use testkit::{Controller, MIB, Sandbox, from_snapshot, from_volume, story};
+use testkit::{Controller, MIB, Sandbox, from_snapshot, from_volume, refused, run, story};
+use tonic::Code::Aborted;
 use uring_csi::proto::csi::ListSnapshotsRequest;
 
 use super::{Ceph, GIB};
@@ -39,6 +40,22 @@ impl Ceph {
         for (key, value) in keys {
             self.rados(&["setomapval", object, key, value]);
         }
+    }
+
+    /// Makes an object look as if it was changed long ago.
+    fn age(&self, object: &str) {
+        const CHANGE: &str = "
+import rados, sys
+conf, pool, name = sys.argv[1:]
+with rados.Rados(conffile=conf, name='client.admin') as cluster:
+    with cluster.open_ioctx(pool) as io, rados.WriteOpCtx() as change:
+        change.new(rados.LIBRADOS_CREATE_IDEMPOTENT)
+        io.operate_write_op(change, name, mtime=1)
+";
+        let conf = self.cluster.dir().join("ceph.conf");
+        let conf = conf.to_str().expect("a path in UTF-8");
+        // Debian's own interpreter, because python3-rados belongs to it.
+        run(&["/usr/bin/python3", "-c", CHANGE, conf, &self.pool, object]);
     }
 
     /// A volume of 64 MiB and a snapshot of it.
@@ -142,6 +159,10 @@ fn a_create_that_ceph_csi_began_is_finished() {
         // It reserves the uuid, then the name; then it was killed.
         ceph.rados(&["create", &format!("csi.volume.{VOLUME}")]);
         ceph.enter("csi.volumes.default", &[("csi.volume.pvc-1", VOLUME)]);
+        // It may still be at work.
+        let left = controller.create(ceph.claim("pvc-1", MIB)).await;
+        refused(left, Aborted, &["ceph-csi", VOLUME]);
+        ceph.age(&format!("csi.volume.{VOLUME}"));
         let made = controller.create(ceph.claim("pvc-1", MIB)).await.unwrap();
         assert_eq!(made.volume_id, ceph.handle(VOLUME));
         assert_eq!(ceph.images().len(), 1);

@@ -1,6 +1,10 @@
 //! An object: its bytes and its watchers.
 
-use std::{ffi::c_int, ptr, time::Duration};
+use std::{
+    ffi::c_int,
+    ptr,
+    time::{Duration, SystemTime},
+};
 
 use rustix::io::Errno;
 
@@ -13,14 +17,23 @@ const ACKNOWLEDGED_WITHIN: Duration = Duration::from_secs(1);
 impl IoCtx {
     /// Whether the object exists.
     pub fn exists(&self, object: &str) -> Result<bool, CephError> {
+        Ok(self.modified(object)?.is_some())
+    }
+
+    /// When the object was changed, by the clock of the client that did; none if there is no
+    /// such object.
+    pub fn modified(&self, object: &str) -> Result<Option<SystemTime>, CephError> {
         let call = self.call("look for", "object", object);
         let name = call.text(object)?;
         let stat = self.cluster().libraries.rados.rados_stat;
-        let (size, time) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the name ends in NUL; size and time are optional.
-        match call.check(unsafe { stat(self.raw(), name.as_ptr(), size, time) }) {
-            Ok(()) => Ok(true),
-            Err(error) if error.is_not_found() => Ok(false),
+        let (size, mut time) = (ptr::null_mut(), 0);
+        // SAFETY: the name ends in NUL; the size is optional, `time` outlives the call.
+        match call.check(unsafe { stat(self.raw(), name.as_ptr(), size, &raw mut time) }) {
+            Ok(()) => {
+                let since = Duration::from_secs(u64::try_from(time).unwrap_or_default());
+                Ok(Some(SystemTime::UNIX_EPOCH + since))
+            }
+            Err(error) if error.is_not_found() => Ok(None),
             Err(error) => Err(error),
         }
     }

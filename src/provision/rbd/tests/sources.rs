@@ -102,6 +102,18 @@ async fn a_copy_that_ceph_csi_reserved_is_finished() {
         &[("csi.volname", "begun"), ("csi.imagename", &image)],
     )
     .unwrap();
+    // ceph-csi may be at work on it.
+    let mut store = store_over(origins.home.dir.path(), None, PurgeTimes::default());
+    store.quiet_for = QUIET_FOR * 1000;
+    let new = NewVolume {
+        source: Some(origins.snapshot.clone()),
+        ..origins.home.volume("begun", MIB)
+    };
+    let store = Stores::new(None, Some(store.into()), &Lanes::new(4));
+    let left = store.create_volume(new).await.unwrap_err();
+    assert_eq!(left.kind(), ErrorKind::InUse, "{left}");
+    assert!(left.to_string().contains(&image), "{left}");
+
     let made = origins.create("begun", Some(&origins.snapshot)).await;
     let made = made.unwrap();
     assert!(made.handle.ends_with(RESERVED), "{}", made.handle);
