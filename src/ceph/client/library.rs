@@ -3,7 +3,8 @@
 //! The build needs nothing of Ceph, and a node or a controller without RBD volumes runs
 //! without it. So the tables of [`rados`](self::rados) and [`rbd`](self::rbd) declare the
 //! functions by hand, and `dlsym` finds them. All of them are in Ceph 16.2 (Pacific), the
-//! oldest supported release; both libraries have kept their SONAME and the layout of their
+//! oldest supported release, and a library without one is too old, unless a single feature
+//! needs it; both libraries have kept their SONAME and the layout of their
 //! structures since then.
 //!
 //! A loaded library stays loaded: it has threads, and the tables keep pointers to its
@@ -125,17 +126,23 @@ fn keep_openssl(library: &Library) {
     }
 }
 
-/// Defines a table: a structure of function pointers, and the function that fills it.
+/// Defines a table: a structure of function pointers, and the function that fills it. Without
+/// one of the `optional` functions, which one feature needs, only that feature fails, with an
+/// error that names the function.
 macro_rules! table {
     (
         $library:literal, $package:literal;
         $( $(#[$attribute:meta])* fn $function:ident( $( $arg:ident: $type:ty ),* $(,)? ) $( -> $result:ty )?; )*
+        optional {
+            $( fn $option:ident( $( $option_arg:ident: $option_type:ty ),* $(,)? ) $( -> $option_result:ty )?; )*
+        }
     ) => {
         /// The functions, by their names in the header.
         #[derive(Debug)]
         #[allow(clippy::struct_field_names, reason = "the names are the library's")]
         pub(in crate::ceph::client) struct Functions {
             $( $(#[$attribute])* pub $function: unsafe extern "C" fn( $( $arg: $type ),* ) $( -> $result )?, )*
+            $( $option: Option<unsafe extern "C" fn( $( $option_arg: $option_type ),* ) $( -> $option_result )?>, )*
         }
 
         impl Functions {
@@ -153,8 +160,27 @@ macro_rules! table {
                             function: stringify!($function),
                         })?
                     }, )*
+                    $( $option: {
+                        let name = concat!(stringify!($option), "\0");
+                        // SAFETY: as above.
+                        let found = unsafe { library.get(name.as_bytes()) };
+                        found.ok().map(|found| *found)
+                    }, )*
                 })
             }
+
+            $(
+                pub fn $option(&self) -> Result<
+                    unsafe extern "C" fn( $( $option_type ),* ) $( -> $option_result )?,
+                    super::MissingLibrary,
+                > {
+                    self.$option.ok_or(super::MissingLibrary::TooOld {
+                        library: $library,
+                        package: $package,
+                        function: stringify!($option),
+                    })
+                }
+            )*
         }
     };
 }
@@ -164,6 +190,36 @@ use table;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    mod partial {
+        use std::ffi::c_int;
+
+        table! {
+            "libc.so.6", "libc6";
+
+            fn getpid() -> c_int;
+            optional {
+                fn getppid() -> c_int;
+                fn rbd_of_a_later_release(image: u64, name: u64) -> c_int;
+            }
+        }
+
+        impl Functions {
+            pub fn loaded() -> Self {
+                Self::load().unwrap()
+            }
+        }
+    }
+
+    #[test]
+    fn only_the_feature_of_a_missing_optional_function_fails() {
+        let functions = partial::Functions::loaded();
+        // SAFETY: neither takes anything.
+        let both = unsafe { ((functions.getpid)(), (functions.getppid().unwrap())()) };
+        assert_ne!(both.0, both.1);
+        let error = functions.rbd_of_a_later_release().unwrap_err().to_string();
+        assert!(error.contains("rbd_of_a_later_release"), "{error}");
+    }
 
     #[test]
     fn both_libraries_are_found() {

@@ -110,4 +110,5 @@ table! {
         key_len: *mut usize, value_len: *mut usize,
     ) -> c_int;
     fn rados_omap_get_end(iter: OmapIter);
+    optional {}
 }

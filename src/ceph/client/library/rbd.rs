@@ -150,8 +150,6 @@ table! {
     fn rbd_trash_move(io: IoCtx, name: *const c_char, delay: u64) -> c_int;
     fn rbd_trash_get(io: IoCtx, id: *const c_char, info: *mut TrashInfo) -> c_int;
     fn rbd_trash_get_cleanup(info: *mut TrashInfo);
-    fn rbd_trash_list(io: IoCtx, entries: *mut TrashInfo, count: *mut usize) -> c_int;
-    fn rbd_trash_list_cleanup(entries: *mut TrashInfo, count: usize);
     fn rbd_trash_remove(io: IoCtx, id: *const c_char, force: bool) -> c_int;
 
     fn rbd_open(io: IoCtx, name: *const c_char, image: *mut Image, snapshot: *const c_char) -> c_int;
@@ -172,12 +170,6 @@ table! {
     fn rbd_flatten(image: Image) -> c_int;
     fn rbd_watchers_list(image: Image, watchers: *mut Watcher, count: *mut usize) -> c_int;
     fn rbd_watchers_list_cleanup(watchers: *mut Watcher, count: usize);
-    fn rbd_mirror_image_get_info(image: Image, info: *mut MirrorInfo, info_size: usize) -> c_int;
-    fn rbd_mirror_image_get_info_cleanup(info: *mut MirrorInfo);
-    fn rbd_mirror_image_get_global_status(image: Image, status: *mut MirrorStatus, status_size: usize) -> c_int;
-    fn rbd_mirror_image_global_status_cleanup(status: *mut MirrorStatus);
-    fn rbd_get_group(image: Image, group: *mut GroupInfo, group_size: usize) -> c_int;
-    fn rbd_group_info_cleanup(group: *mut GroupInfo, group_size: usize) -> c_int;
 
     fn rbd_get_parent(image: Image, parent: *mut LinkedImage, snapshot: *mut SnapSpec) -> c_int;
     fn rbd_linked_image_spec_cleanup(image: *mut LinkedImage);
@@ -197,4 +189,15 @@ table! {
         image: Image, after: *const c_char, max: u64,
         keys: *mut c_char, keys_len: *mut usize, values: *mut c_char, values_len: *mut usize,
     ) -> c_int;
+
+    optional {
+        fn rbd_trash_list(io: IoCtx, entries: *mut TrashInfo, count: *mut usize) -> c_int;
+        fn rbd_trash_list_cleanup(entries: *mut TrashInfo, count: usize);
+        fn rbd_mirror_image_get_info(image: Image, info: *mut MirrorInfo, info_size: usize) -> c_int;
+        fn rbd_mirror_image_get_info_cleanup(info: *mut MirrorInfo);
+        fn rbd_mirror_image_get_global_status(image: Image, status: *mut MirrorStatus, status_size: usize) -> c_int;
+        fn rbd_mirror_image_global_status_cleanup(status: *mut MirrorStatus);
+        fn rbd_get_group(image: Image, group: *mut GroupInfo, group_size: usize) -> c_int;
+        fn rbd_group_info_cleanup(group: *mut GroupInfo, group_size: usize) -> c_int;
+    }
 }

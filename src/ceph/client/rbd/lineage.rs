@@ -77,18 +77,20 @@ impl Image {
     /// The name of the group that it is a member of; empty if it is in none.
     pub fn group(&self) -> Result<String, CephError> {
         let functions = self.functions();
+        let read = functions.rbd_get_group()?;
+        let clean = functions.rbd_group_info_cleanup()?;
         let mut group = abi::GroupInfo {
             name: ptr::null_mut(),
             pool: 0,
         };
         let size = mem::size_of_val(&group);
         // SAFETY: the image is open, the library fills `group`, of the given size.
-        let answer = unsafe { (functions.rbd_get_group)(self.raw(), &raw mut group, size) };
+        let answer = unsafe { read(self.raw(), &raw mut group, size) };
         self.call("read the group of").check(answer)?;
         // SAFETY: the library has filled `group`, which is not used after the clean-up.
         unsafe {
             let name = owned(group.name);
-            (functions.rbd_group_info_cleanup)(&raw mut group, size);
+            clean(&raw mut group, size);
             Ok(name)
         }
     }

@@ -47,6 +47,8 @@ impl Image {
     /// the role in the list of snapshots that it read then.
     pub fn mirroring(&self) -> Result<Mirroring, CephError> {
         let functions = self.functions();
+        let read = functions.rbd_mirror_image_get_info()?;
+        let clean = functions.rbd_mirror_image_get_info_cleanup()?;
         let mut info = abi::MirrorInfo {
             global_id: ptr::null_mut(),
             state: 0,
@@ -54,11 +56,10 @@ impl Image {
         };
         let size = mem::size_of_val(&info);
         // SAFETY: the library fills `info`, of the given size.
-        let answer =
-            unsafe { (functions.rbd_mirror_image_get_info)(self.raw(), &raw mut info, size) };
+        let answer = unsafe { read(self.raw(), &raw mut info, size) };
         self.call("read the mirroring of").check(answer)?;
         // SAFETY: the library filled `info`, which is not used any more.
-        unsafe { (functions.rbd_mirror_image_get_info_cleanup)(&raw mut info) };
+        unsafe { clean(&raw mut info) };
         Ok(match (info.state, info.primary) {
             (abi::MIRRORED, true) => Mirroring::Primary,
             (abi::MIRRORED, false) => Mirroring::Secondary,
@@ -69,6 +70,8 @@ impl Image {
     /// What the daemon of this cluster (`rbd-mirror`) does with the image.
     pub fn replay(&self) -> Result<Replay, CephError> {
         let functions = self.functions();
+        let read = functions.rbd_mirror_image_get_global_status()?;
+        let clean = functions.rbd_mirror_image_global_status_cleanup()?;
         let mut status = abi::MirrorStatus {
             name: ptr::null_mut(),
             info: abi::MirrorInfo {
@@ -80,7 +83,6 @@ impl Image {
             sites: ptr::null_mut(),
         };
         let size = mem::size_of_val(&status);
-        let read = functions.rbd_mirror_image_get_global_status;
         // SAFETY: the library fills `status`, of the given size.
         let answer = unsafe { read(self.raw(), &raw mut status, size) };
         self.call("read the mirror status of").check(answer)?;
@@ -97,7 +99,7 @@ impl Image {
                 is_active: own.up && own.state == abi::REPLAYING,
                 description: owned(own.description),
             });
-            (functions.rbd_mirror_image_global_status_cleanup)(&raw mut status);
+            clean(&raw mut status);
             Ok(replay)
         }
     }

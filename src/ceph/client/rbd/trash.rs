@@ -94,14 +94,16 @@ pub fn get(io: &IoCtx, id: &str) -> Result<Trashed, CephError> {
 pub fn list(io: &IoCtx) -> Result<Vec<Trashed>, CephError> {
     let call = io.cluster().call("list", || format!("the trash of {io}"));
     let functions = &io.cluster().libraries().rbd;
+    let list = functions.rbd_trash_list()?;
+    let clean = functions.rbd_trash_list_cleanup()?;
     let mut rows: Vec<abi::TrashInfo> = call.rows(|entries, count| {
         // SAFETY: there is room for `count` rows at `entries`.
-        unsafe { (functions.rbd_trash_list)(io.raw(), entries, count) }
+        unsafe { list(io.raw(), entries, count) }
     })?;
     // SAFETY: the library filled the rows.
     let found = rows.iter().map(|row| unsafe { trashed(row) }).collect();
     // SAFETY: the library filled the rows, and they are not used any more.
-    unsafe { (functions.rbd_trash_list_cleanup)(rows.as_mut_ptr(), rows.len()) };
+    unsafe { clean(rows.as_mut_ptr(), rows.len()) };
     Ok(found)
 }
 
