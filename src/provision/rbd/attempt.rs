@@ -130,7 +130,7 @@ impl Attempt<'_> {
             }
         }
         let (name, uuid) = (self.name, self.reserved.uuid);
-        tracing::warn!(name, %uuid, image = entry.image, "gave up an incomplete image of ceph-csi");
+        tracing::warn!(name, %uuid, image = entry.image, "gave up an image that cannot be completed; another is created");
         Ok(self
             .journal
             .forget(directory, pool, self.name, self.reserved)?)

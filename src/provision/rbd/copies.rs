@@ -24,7 +24,7 @@ use crate::ceph::{
     client::{
         CephError, or_exists, or_missing,
         rados::IoCtx,
-        rbd::{self, Features, Image, ImageOptions, LinkedImage, OpenMode},
+        rbd::{self, Features, Image, ImageOptions, LinkedImage, OpenMode, Remains},
     },
     csi_format::{handle::Handle, journal::TEMPORARY},
 };
@@ -106,6 +106,16 @@ pub fn may_be_of(
     }
     let uuid = handle.parse().map(|handle: Handle| handle.uuid());
     Ok(uuid.is_ok_and(|uuid| parent.image.name.ends_with(&uuid.to_string())))
+}
+
+/// Whether librbd was interrupted while it made a clone of that name: the clone has no header,
+/// or lacks its parent, which librbd adds after the header.
+pub fn is_half_made(pool: &IoCtx, name: &str) -> Result<bool, CephError> {
+    match Image::open(pool, name, OpenMode::ReadOnly) {
+        Ok(clone) => Ok(clone.parent()?.is_none()),
+        Err(error) if error.is_not_found() => Ok(rbd::remains(pool, name)? != Remains::Nothing),
+        Err(error) => Err(error),
+    }
 }
 
 /// Removes the temporary image of an interrupted [`of_volume`], whose image is complete.

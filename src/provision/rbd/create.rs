@@ -274,29 +274,18 @@ impl<'a> Creation<'a> {
     }
 
     /// Whether an image of that entry cannot be completed, since librbd was interrupted while
-    /// it made the image or the one between a volume and its copy: it has no header, or is a
-    /// clone without its parent, which librbd adds after the header.
+    /// it made the image or the one between a volume and its copy.
     fn is_broken(&self, new_image: &NewImage, image: Option<&Image>) -> Result<bool, RbdError> {
         let (pool, name) = (&new_image.pool, new_image.image());
         let source = self.new.source.as_ref();
         if let Some(image) = image {
+            // A clone first lacks its parent.
             let may_be = new_image.entry.is_complete() || source.is_none();
             return Ok(!may_be && image.parent()?.is_none());
         }
-        if rbd::remains(pool, name)? != Remains::Nothing {
-            return Ok(true);
-        }
-        let Some(ContentSource::Volume(_)) = source else {
-            return Ok(false);
-        };
-        let between = copies::temporary(name);
-        match Image::open(pool, &between, OpenMode::ReadOnly) {
-            Ok(between) => Ok(between.parent()?.is_none()),
-            Err(error) if error.is_not_found() => {
-                Ok(rbd::remains(pool, &between)? != Remains::Nothing)
-            }
-            Err(error) => Err(error.into()),
-        }
+        let is_of_volume = matches!(source, Some(ContentSource::Volume(_)));
+        Ok(rbd::remains(pool, name)? != Remains::Nothing
+            || is_of_volume && copies::is_half_made(pool, &copies::temporary(name))?)
     }
 
     fn differs(&self, how: String) -> ProvisionError {

@@ -116,6 +116,12 @@ impl RbdStore {
             let how = "it is a snapshot of another volume".to_owned();
             return Err(ProvisionError::Differs { name, how });
         }
+        if !entry.is_complete()
+            && copies::is_half_made(&volume.pool, &entry.image).map_err(RbdError::from)?
+        {
+            attempt.give_up(&entry)?;
+            return Ok(None);
+        }
         Ok(Some(self.take(new, volume, attempt, &entry)?))
     }
 

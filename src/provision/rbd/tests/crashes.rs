@@ -288,16 +288,40 @@ impl Home {
         }
     }
 
-    /// Reserves a name as ceph-csi does; returns the name of its image.
+    /// Reserves a volume's name as ceph-csi does; returns the name of its image.
     fn reserved_by_ceph_csi(&self, name: &str) -> String {
+        self.reserved(
+            name,
+            [
+                "csi.volume.",
+                "csi.volname",
+                "csi.volumes.default",
+                "csi-vol-",
+            ],
+        )
+    }
+
+    /// The same for a snapshot's.
+    fn snapshot_reserved_by_ceph_csi(&self, name: &str) -> String {
+        self.reserved(
+            name,
+            [
+                "csi.snap.",
+                "csi.snapname",
+                "csi.snaps.default",
+                "csi-snap-",
+            ],
+        )
+    }
+
+    fn reserved(&self, name: &str, [prefix, key, directory, image]: [&str; 4]) -> String {
         let uuid = uuid::Uuid::new_v4().to_string();
-        let image = format!("csi-vol-{uuid}");
-        let keys = [("csi.volname", name), ("csi.imagename", &image)];
+        let image = format!("{image}{uuid}");
+        let keys = [(key, name), ("csi.imagename", &image)];
         let io = self.io();
-        io.omap_set(&format!("csi.volume.{uuid}"), &keys).unwrap();
-        let key = format!("csi.volume.{name}");
-        let directory = [(&*key, &*uuid)];
-        io.omap_set("csi.volumes.default", &directory).unwrap();
+        io.omap_set(&format!("{prefix}{uuid}"), &keys).unwrap();
+        let key = format!("{prefix}{name}");
+        io.omap_set(directory, &[(&*key, &*uuid)]).unwrap();
         image
     }
 }
@@ -311,6 +335,10 @@ async fn a_partial_image_of_ceph_csi_is_created_anew() {
         home.half_made(&image, &half);
         let between = format!("{}-temp", home.reserved_by_ceph_csi("copy"));
         home.half_made(&between, &half);
+        let snapshot = home.snapshot_reserved_by_ceph_csi("moment");
+        home.half_made(&snapshot, &half);
+        let moment = home.snapshot("moment", &source.handle);
+        home.rbd.create_snapshot(moment).await.unwrap();
         let plain = home.make(home.volume("plain", MIB)).await;
         let mut copy = home.volume("copy", MIB);
         copy.source = Some(ContentSource::Volume(source.handle));
@@ -319,6 +347,7 @@ async fn a_partial_image_of_ceph_csi_is_created_anew() {
         let listed = home.rados(&["listomapkeys", "rbd_directory"]);
         assert!(!listed.contains(&image), "{listed}");
         assert!(!listed.contains(&between), "{listed}");
+        assert!(!listed.contains(&snapshot), "{listed}");
         assert!(!home.rados(&["ls"]).contains(&image[8..]));
         for handle in [&plain.handle, &copy.handle] {
             home.delete(handle).await.unwrap();
