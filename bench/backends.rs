@@ -1,33 +1,43 @@
 //! What volumes are made of: where their bytes are, and how each way reaches them.
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
-use testkit::{BareVolume, MIB, NbdServer, Sandbox, Volume};
+use testkit::{BareExport, BareImageFile, BareVolume, MIB, NbdServer, Sandbox, Volume, run};
 use uring_csi::internals::{Export, Server};
 
 use crate::by_exec::ByExec;
 
-/// Bytes of every volume.
+/// Bytes of a volume, unless the case has many.
 pub const SIZE: u64 = 1024 * MIB;
 
-/// A kind of volume, blank and of [`SIZE`], known by its name.
+/// A kind of volume, blank, known by its name.
 pub trait Backend {
     /// A case's name, for this kind.
     fn title(&self, case: &str) -> String;
 
-    /// Makes it, or forgets its content.
-    fn blank(&self, name: &str);
+    /// Makes it of that many bytes, or forgets its content.
+    fn blank(&self, name: &str, bytes: u64);
 
-    /// A new one, as the orchestrator has it; raw where the file system is "block".
-    fn volume(&self, name: &str, fs_type: &str) -> Volume;
+    /// One that is there, as the orchestrator has it; raw where the file system is "block".
+    fn known(&self, name: &str, fs_type: &str) -> Volume;
 
-    /// A new one, as programs reach it.
+    /// A new one of [`SIZE`].
+    fn volume(&self, name: &str, fs_type: &str) -> Volume {
+        self.blank(name, SIZE);
+        self.known(name, fs_type)
+    }
+
+    /// Another with the content of one that is there.
+    fn copy(&self, from: &str, name: &str);
+
+    /// A new one of [`SIZE`], as programs reach it.
     fn exec(&self, name: &str, fs_type: &str) -> ByExec;
 
-    /// A new one with an ext4, as bare system calls reach it.
-    fn bare(&self, _name: &str) -> Option<BareVolume> {
-        None
-    }
+    /// A new one of [`SIZE`] with an ext4, as bare system calls reach it.
+    fn bare(&self, name: &str) -> BareVolume;
 }
 
 /// Images in a pool, by loop devices.
@@ -44,24 +54,30 @@ impl Backend for Images<'_> {
         case.to_owned()
     }
 
-    fn blank(&self, name: &str) {
+    fn blank(&self, name: &str, bytes: u64) {
         fs::File::create(self.image(name))
-            .and_then(|image| image.set_len(SIZE))
+            .and_then(|image| image.set_len(bytes))
             .expect("an image");
     }
 
-    fn volume(&self, name: &str, fs_type: &str) -> Volume {
-        self.0.volume_in("main", name, fs_type, SIZE)
+    fn known(&self, name: &str, fs_type: &str) -> Volume {
+        self.0.known_volume_in("main", name, fs_type)
+    }
+
+    fn copy(&self, from: &str, name: &str) {
+        copy_file(&self.image(from), &self.image(name));
     }
 
     fn exec(&self, name: &str, fs_type: &str) -> ByExec {
-        self.blank(name);
+        self.blank(name, SIZE);
         let attach = format!("losetup -f --show {}", self.image(name).display());
         ByExec::new(self.0.dir(), name, fs_type, &attach, ["losetup", "-d"])
     }
 
-    fn bare(&self, name: &str) -> Option<BareVolume> {
-        Some(BareVolume::new(self.0.dir(), name, SIZE))
+    fn bare(&self, name: &str) -> BareVolume {
+        let image = self.0.dir().join(format!("{name}-bare-image"));
+        let device = BareImageFile::new(image, SIZE);
+        BareVolume::new(self.0.dir(), name, device)
     }
 }
 
@@ -77,6 +93,12 @@ impl Exports<'_> {
         let server = self.server.uri().parse().expect("an address");
         Export::new(server, name).expect("an export's name")
     }
+
+    /// The same by bare system calls, with as many connections as the agent makes.
+    pub fn bare_export(&self, name: &str) -> BareExport {
+        let cpus = std::thread::available_parallelism().expect("a number");
+        BareExport::new(self.server.address.clone(), name, cpus.get().min(2))
+    }
 }
 
 impl Backend for Exports<'_> {
@@ -88,20 +110,30 @@ impl Backend for Exports<'_> {
         format!("NBD over {over}: {case}")
     }
 
-    fn blank(&self, name: &str) {
-        NbdServer::image(self.sandbox, name, SIZE);
+    fn blank(&self, name: &str, bytes: u64) {
+        NbdServer::image(self.sandbox, name, bytes);
     }
 
-    fn volume(&self, name: &str, fs_type: &str) -> Volume {
-        self.blank(name);
+    fn known(&self, name: &str, fs_type: &str) -> Volume {
         self.server.over(match fs_type {
             "block" => Volume::block(name),
             fs_type => Volume::filesystem(name, fs_type),
         })
     }
 
+    fn copy(&self, from: &str, name: &str) {
+        let exports = self.sandbox.dir().join("exports");
+        copy_file(&exports.join(from), &exports.join(name));
+    }
+
+    fn bare(&self, name: &str) -> BareVolume {
+        let name = format!("{name}-bare");
+        self.blank(&name, SIZE);
+        BareVolume::new(self.sandbox.dir(), &name, self.bare_export(&name))
+    }
+
     fn exec(&self, name: &str, fs_type: &str) -> ByExec {
-        self.blank(name);
+        self.blank(name, SIZE);
         // With no device named, the kernel chooses one.
         let attach = match self.export(name).server() {
             Server::Unix { socket } => format!("nbd-client -unix {socket} -N {name}"),
@@ -110,4 +142,9 @@ impl Backend for Exports<'_> {
         let dir = self.sandbox.dir();
         ByExec::new(dir, name, fs_type, &attach, ["nbd-client", "-d"])
     }
+}
+
+fn copy_file(from: &Path, to: &Path) {
+    let [from, to] = [from, to].map(|path| path.to_str().expect("UTF-8"));
+    run(&["cp", "--sparse=always", from, to]);
 }

@@ -5,7 +5,7 @@ use uring_csi::proto::csi::{
     GetPluginInfoRequest, NodeGetVolumeStatsRequest, identity_client::IdentityClient,
 };
 
-use crate::rig::Rig;
+use crate::rig::{Rig, timed};
 
 const FRESH: &str = "stats on a new connection";
 const KEPT: &str = "stats on a kept connection";
@@ -39,15 +39,19 @@ pub fn stats(criterion: &mut Criterion, rig: &Rig) {
 
     let mut group = criterion.benchmark_group(KEPT);
     let mut identity = IdentityClient::new(rig.node.channel());
-    rig.measure(&mut group, KEPT, "GetPluginInfo", || {
+    let mut info = || {
         let answer = identity.get_plugin_info(GetPluginInfoRequest {});
         rig.runtime.block_on(answer).expect("an answer");
-    });
+    };
+    rig.measure(&mut group, KEPT, "GetPluginInfo", &mut info);
     let mut node = rig.node.client();
-    rig.measure(&mut group, KEPT, "NodeGetVolumeStats", || {
+    let mut stats = || {
         let answer = node.node_get_volume_stats(message.clone());
         rig.runtime.block_on(answer).expect("an answer");
-    });
+    };
+    rig.measure(&mut group, KEPT, "NodeGetVolumeStats", &mut stats);
     group.finish();
+    let case = "NodeGetVolumeStats on a kept connection, to GetPluginInfo";
+    rig.compare(case, || timed(&mut stats), || timed(&mut info));
     rig.runtime.block_on(rig.node.down(&volume, "pod"));
 }

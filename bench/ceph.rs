@@ -9,17 +9,19 @@ use std::{
     time::Duration,
 };
 
-use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
-use testkit::{NodeSetup, Sandbox, TestCluster, Volume};
+use testkit::{BareDevice, BareVolume, MIB, NodeSetup, Sandbox, TestCluster, Volume};
 use uring_csi::internals::{Cluster, Credentials, Timeouts};
 
-use crate::{backends::Backend, by_exec::ByExec};
+use crate::{
+    backends::{Backend, SIZE},
+    by_exec::ByExec,
+};
 
 /// The cluster's id in the configuration.
 pub const ID: &str = "bench";
 
-/// The words of `rbd` for a new image, whose name is the last.
-pub const CREATE: [&str; 5] = ["create", "--size", "1G", "--image-feature", "layering"];
+/// The words of `rbd` for a new image, whose size and name are to follow.
+pub const CREATE: [&str; 3] = ["create", "--image-feature", "layering"];
 
 pub struct Ceph {
     pub cluster: TestCluster,
@@ -75,7 +77,7 @@ impl Backend for CephImages<'_> {
         format!("RBD: {case}")
     }
 
-    fn blank(&self, name: &str) {
+    fn blank(&self, name: &str, bytes: u64) {
         let cluster = &self.ceph.cluster;
         let image = format!("{}/{name}", cluster.pool);
         if cluster
@@ -85,11 +87,11 @@ impl Backend for CephImages<'_> {
         {
             cluster.rbd(&["rm", "--no-progress", &image]);
         }
-        cluster.rbd(&[&CREATE[..], &[&image]].concat());
+        let size = format!("{}M", bytes / MIB);
+        cluster.rbd(&[&CREATE[..], &["--size", &size, &image]].concat());
     }
 
-    fn volume(&self, name: &str, fs_type: &str) -> Volume {
-        self.blank(name);
+    fn known(&self, name: &str, fs_type: &str) -> Volume {
         let volume = match fs_type {
             "block" => Volume::block(name),
             fs_type => Volume::filesystem(name, fs_type),
@@ -103,8 +105,21 @@ impl Backend for CephImages<'_> {
         volume
     }
 
+    fn copy(&self, from: &str, name: &str) {
+        let pool = &self.ceph.cluster.pool;
+        let [from, to] = [from, name].map(|image| format!("{pool}/{image}"));
+        self.ceph.cluster.rbd(&["cp", "--no-progress", &from, &to]);
+    }
+
+    fn bare(&self, name: &str) -> BareVolume {
+        let name = format!("{name}-bare");
+        self.blank(&name, SIZE);
+        let device = BareImage::new(&self.ceph.cluster, &name);
+        BareVolume::new(self.sandbox.dir(), &name, device)
+    }
+
     fn exec(&self, name: &str, fs_type: &str) -> ByExec {
-        self.blank(name);
+        self.blank(name, SIZE);
         let pool = &self.ceph.cluster.pool;
         let conf = self.ceph.cluster.dir().join("ceph.conf");
         let conf = conf.display();
@@ -113,50 +128,41 @@ impl Backend for CephImages<'_> {
     }
 }
 
-/// The system calls that no driver can do without: map, mount, and back.
-pub struct Bare {
+/// An image by writes to krbd's files (Documentation/ABI/testing/sysfs-bus-rbd).
+struct BareImage {
     line: String,
-    image: String,
-    at: PathBuf,
+    name: String,
 }
 
-impl Bare {
-    /// Over an image that is formatted.
-    pub fn new(images: &CephImages<'_>, image: &str) -> Self {
-        let cluster = &images.ceph.cluster;
+impl BareImage {
+    fn new(cluster: &TestCluster, name: &str) -> Self {
         let (user, key, pool) = (&cluster.user, &cluster.key, &cluster.pool);
         let monitors = cluster.monitors.join(",");
-        let at = images.sandbox.dir().join(format!("{image}-bare"));
-        fs::create_dir_all(&at).expect("a mount point");
         Self {
-            line: format!("{monitors} name={user},secret={key} {pool} {image} -"),
-            image: image.to_owned(),
-            at,
+            line: format!("{monitors} name={user},secret={key} {pool} {name} -"),
+            name: name.to_owned(),
         }
     }
+}
 
-    /// The driver's number of the mapped image.
-    fn id(&self) -> String {
+impl BareDevice for BareImage {
+    fn attach(&self) -> PathBuf {
+        fs::write("/sys/bus/rbd/add_single_major", &self.line).expect("mapped");
         let devices = fs::read_dir("/sys/bus/rbd/devices").expect("sysfs");
         let ours = |device: &PathBuf| {
-            fs::read_to_string(device.join("name")).is_ok_and(|name| name.trim() == self.image)
+            fs::read_to_string(device.join("name")).is_ok_and(|name| name.trim() == self.name)
         };
         let device = devices.flatten().map(|device| device.path()).find(ours);
         let device = device.expect("a mapped image");
-        device.file_name().expect("a number").display().to_string()
+        let id = device.file_name().expect("a number").display();
+        PathBuf::from(format!("/dev/rbd{id}"))
     }
 
-    pub fn up(&self) {
-        fs::write("/sys/bus/rbd/add_single_major", &self.line).expect("mapped");
-        let device = format!("/dev/rbd{}", self.id());
-        mount(device.as_str(), &self.at, "ext4", MountFlags::empty(), None).expect("mounted");
-    }
-
-    pub fn down(&self) {
-        unmount(&self.at, UnmountFlags::empty()).expect("unmounted");
-        let id = self.id();
+    fn detach(&self, node: &Path) {
+        let id = node.to_str().and_then(|node| node.strip_prefix("/dev/rbd"));
+        let id = id.expect("a node");
         let remove = Path::new("/sys/bus/rbd/remove_single_major");
-        while let Err(error) = fs::write(remove, &id) {
+        while let Err(error) = fs::write(remove, id) {
             assert_eq!(error.kind(), io::ErrorKind::ResourceBusy, "{error}");
             thread::sleep(Duration::from_millis(1));
         }

@@ -1,18 +1,22 @@
 //! A volume's life: stage, publish, unpublish, unstage.
 
-use std::{cell::RefCell, thread};
+use std::{cell::RefCell, path::PathBuf, thread};
 
 use criterion::Criterion;
 use futures_util::future::join_all;
 use testkit::{BareVolume, Volume};
 
-use crate::{backends::Backend, by_exec::ByExec, rig::Rig};
+use crate::{
+    backends::{Backend, SIZE},
+    by_exec::ByExec,
+    rig::{Rig, time_of_life},
+};
 
 /// The first life of a blank volume of 1 GiB, with mkfs.
 pub fn first(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
     let case = over.title("life of a 1 GiB ext4, the first, with mkfs");
     Lives::new(rig, over, "first", "ext4", 1).measure(criterion, &case, 10, |name| {
-        over.blank(name);
+        over.blank(name, SIZE);
     });
 }
 
@@ -44,8 +48,10 @@ struct Lives<'a> {
     volumes: Vec<Volume>,
     bares: Vec<BareVolume>,
     execs: Vec<ByExec>,
-    /// Where those are attached.
+    /// Where the programs' are attached.
     devices: RefCell<Vec<String>>,
+    /// Where the bare ones are.
+    nodes: RefCell<Vec<PathBuf>>,
 }
 
 impl<'a> Lives<'a> {
@@ -61,13 +67,14 @@ impl<'a> Lives<'a> {
                 .map(|name| over.exec(&name, fs_type))
                 .collect(),
             devices: RefCell::default(),
+            nodes: RefCell::default(),
         }
     }
 
     /// After a first life.
     fn formatted(mut self, over: &dyn Backend) -> Self {
         let bare = |exec: &ByExec| over.bare(&exec.name);
-        self.bares = self.execs.iter().filter_map(bare).collect();
+        self.bares = self.execs.iter().map(bare).collect();
         self.up_by_socket();
         self.down_by_socket();
         self.up_by_exec();
@@ -98,9 +105,19 @@ impl<'a> Lives<'a> {
             || self.down_by_socket(),
         );
         if !self.bares.is_empty() {
-            self.rig.measure(&mut group, case, "bare", || {
-                on_threads(self.bares.iter(), BareVolume::live);
-            });
+            self.rig.measure_life(
+                &mut group,
+                case,
+                "bare",
+                || {},
+                || self.up_bare(),
+                || self.down_bare(),
+            );
+            self.rig.compare(
+                case,
+                || time_of_life(|| self.up_by_socket(), || self.down_by_socket()),
+                || time_of_life(|| self.up_bare(), || self.down_bare()),
+            );
         }
         self.rig.measure_life(
             &mut group,
@@ -123,6 +140,17 @@ impl<'a> Lives<'a> {
         let node = &self.rig.node;
         let downs = self.volumes.iter().map(|volume| node.down(volume, "pod"));
         self.rig.runtime.block_on(join_all(downs));
+    }
+
+    fn up_bare(&self) {
+        *self.nodes.borrow_mut() = on_threads(self.bares.iter(), BareVolume::up);
+    }
+
+    fn down_bare(&self) {
+        let nodes = self.nodes.take();
+        on_threads(self.bares.iter().zip(&nodes), |(bare, node)| {
+            bare.down(node);
+        });
     }
 
     fn up_by_exec(&self) {

@@ -6,7 +6,7 @@
 //! - *socket*: the real agent, called as kubelet calls it, on a new connection
 //!   each time (*kept*: on one that is kept);
 //! - *in process*: the library, without gRPC;
-//! - *bare*: the system calls that the case cannot do without (image files only);
+//! - *bare*: the system calls that the case cannot do without;
 //! - *exec*: what attaches (`losetup`, `nbd-client`, `rbd`), `blkid`, `fsck`, `mkfs`,
 //!   `mount`, `umount`, as drivers built on mount-utils run them.
 //!
@@ -30,7 +30,7 @@ mod nbd;
 mod probe;
 mod provision;
 mod publish;
-mod rbd;
+mod ratios;
 mod rig;
 mod scale;
 
@@ -56,7 +56,8 @@ fn main() -> ExitCode {
         .sample_size(20)
         .warm_up_time(std::time::Duration::from_secs(1))
         .configure_from_args();
-    let kept = match (backend.as_str(), &ceph) {
+    // Of a few rounds p99 says nothing.
+    let isolated = match (backend.as_str(), &ceph) {
         ("" | "loop", _) => {
             images(&mut criterion, &rig);
             !testkit::StuckFile::possible() || faults::of_files()
@@ -81,8 +82,8 @@ fn main() -> ExitCode {
     };
     criterion.final_summary();
     rig.print_summary();
-    // Of a few rounds p99 says nothing.
-    if kept || faults::is_quick() {
+    let kept = rig.print_ratios() && (isolated || faults::is_quick());
+    if kept {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
@@ -97,7 +98,12 @@ fn images(criterion: &mut Criterion, rig: &Rig) {
     publish::publish(criterion, rig, &images);
     calls::stats(criterion, rig);
     probe::devices(criterion, rig);
-    scale::volumes(rig, faults::is_quick());
+    let numbers: &[usize] = if faults::is_quick() {
+        &[10, 100]
+    } else {
+        &[10, 100, 1000]
+    };
+    scale::volumes(rig, &images, numbers);
 }
 
 fn exports(criterion: &mut Criterion, rig: &Rig) {
@@ -113,6 +119,7 @@ fn exports(criterion: &mut Criterion, rig: &Rig) {
             life::first(criterion, rig, &exports);
             life::raw(criterion, rig, &exports);
             life::at_once(criterion, rig, &exports, 16);
+            scale::volumes(rig, &exports, few_and_many());
         }
     }
 }
@@ -128,7 +135,16 @@ fn ceph_images(criterion: &mut Criterion, rig: &Rig, ceph: &Ceph) {
         ceph,
         sandbox: &rig.sandbox,
     };
-    for many in [1, 16] {
-        rbd::stage(criterion, rig, &images, many);
+    life::formatted(criterion, rig, &images);
+    life::at_once(criterion, rig, &images, 16);
+    scale::volumes(rig, &images, few_and_many());
+}
+
+/// Numbers of volumes of a node whose devices have servers.
+fn few_and_many() -> &'static [usize] {
+    if faults::is_quick() {
+        &[10]
+    } else {
+        &[10, 200]
     }
 }

@@ -1,13 +1,14 @@
 //! From an export to a device that is ready.
 
-use std::cell::Cell;
+use std::{cell::Cell, time::Duration};
 
 use criterion::Criterion;
+use testkit::BareDevice as _;
 use uring_csi::internals::{LinkOptions, Links};
 
 use crate::{
     backends::{Backend, Exports},
-    rig::Rig,
+    rig::{Rig, timed},
 };
 
 /// Attach alone; detaching is not timed.
@@ -16,9 +17,9 @@ pub fn map(criterion: &mut Criterion, rig: &Rig, over: &Exports<'_>) {
     let mut group = criterion.benchmark_group(&case);
     let Rig { runtime, node, .. } = rig;
     let volume = over.volume("map", "block");
-    let up = || runtime.block_on(node.stage(&volume)).expect("staged");
-    let down = || runtime.block_on(node.unstage(&volume)).expect("unstaged");
-    rig.measure_between(&mut group, &case, "socket", || {}, up, down);
+    let stage = || runtime.block_on(node.stage(&volume)).expect("staged");
+    let unstage = || runtime.block_on(node.unstage(&volume)).expect("unstaged");
+    rig.measure_between(&mut group, &case, "socket", || {}, stage, unstage);
 
     let links = Links::new("bench");
     let export = over.export("map");
@@ -41,6 +42,18 @@ pub fn map(criterion: &mut Criterion, rig: &Rig, over: &Exports<'_>) {
         let _ = links.detach(&identifier, &device.block).expect("detached");
     };
     rig.measure_between(&mut group, &case, "in process", || {}, up, down);
+
+    let bare = over.bare_export("map");
+    let node = Cell::new(None);
+    let up = || node.set(Some(bare.attach()));
+    let down = || bare.detach(&node.take().expect("a device"));
+    rig.measure_between(&mut group, &case, "bare", || {}, up, down);
+    let first = |up: &dyn Fn(), down: &dyn Fn()| -> Duration {
+        let took = timed(up);
+        down();
+        took
+    };
+    rig.compare(&case, || first(&stage, &unstage), || first(&up, &down));
 
     let exec = over.exec("map-exec", "block");
     let device = Cell::new(None);

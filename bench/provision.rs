@@ -95,7 +95,8 @@ pub fn create_and_delete(criterion: &mut Criterion, rig: &Rig, ceph: &Ceph, many
     let up = || {
         on_threads(0..many, |n| {
             let image = image(n);
-            ceph.cluster.rbd(&[&CREATE[..], &[&image]].concat())
+            ceph.cluster
+                .rbd(&[&CREATE[..], &["--size", "1G", &image]].concat())
         });
     };
     let down = || {

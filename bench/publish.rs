@@ -5,7 +5,10 @@ use std::{fs, os::fd::AsFd as _, path::Path, slice};
 use criterion::Criterion;
 use uring_csi::internals::{MountOptions, Roots, bind, unmount};
 
-use crate::{backends::Backend, rig::Rig};
+use crate::{
+    backends::Backend,
+    rig::{Rig, timed},
+};
 
 /// Of a volume that is staged.
 pub fn publish(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
@@ -15,7 +18,7 @@ pub fn publish(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
     rig.runtime
         .block_on(rig.node.stage(&volume))
         .expect("staged");
-    rig.measure(&mut group, CASE, "socket", || {
+    let by_socket = || {
         rig.runtime.block_on(async {
             rig.node.publish(&volume, "pod").await.expect("published");
             rig.node
@@ -23,7 +26,8 @@ pub fn publish(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
                 .await
                 .expect("unpublished");
         });
-    });
+    };
+    rig.measure(&mut group, CASE, "socket", by_socket);
 
     let roots = Roots::new(slice::from_ref(&rig.node.kubelet)).expect("a root");
     let staging = rig.node.staging(&volume);
@@ -35,7 +39,7 @@ pub fn publish(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
             .expect("a place")
     };
     let options = MountOptions::default();
-    rig.measure(&mut group, CASE, "in process", || {
+    let in_process = || {
         let source = place(&staging).open().expect("a mount");
         let target = place(&target);
         let _ = target.make_dir(0o750).expect("a directory");
@@ -43,19 +47,24 @@ pub fn publish(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
         drop(source);
         let _ = unmount::unmount(&target).expect("unmounted");
         let _ = target.remove().expect("removed");
-    });
+    };
+    rig.measure(&mut group, CASE, "in process", in_process);
+
+    let bare = over.bare("publish");
+    let device = bare.stage();
+    let by_bare_calls = || {
+        bare.publish();
+        bare.unpublish();
+    };
+    rig.measure(&mut group, CASE, "bare", by_bare_calls);
+    let (ours, bare_time) = (|| timed(by_socket), || timed(by_bare_calls));
+    rig.compare(CASE, ours, bare_time);
+    let ours = || timed(in_process);
+    rig.compare("publish and unpublish, in process", ours, bare_time);
+    bare.unstage(&device);
     rig.runtime
         .block_on(rig.node.unstage(&volume))
         .expect("unstaged");
-
-    if let Some(bare) = over.bare("publish") {
-        let device = bare.stage();
-        rig.measure(&mut group, CASE, "bare", || {
-            bare.publish();
-            bare.unpublish();
-        });
-        bare.unstage(&device);
-    }
 
     let exec = over.exec("publish-exec", "ext4");
     let device = exec.stage();

@@ -1,4 +1,4 @@
-//! The agent under test, and the table of medians at the end.
+//! The agent under test, the table of medians at the end, and the ratios that CI guards.
 
 use std::{
     cell::RefCell,
@@ -11,6 +11,8 @@ use criterion::{BenchmarkGroup, measurement::WallTime};
 use testkit::{Node, NodeSetup, Sandbox, run};
 use tokio::runtime::Runtime;
 
+use crate::ratios::Ratios;
+
 pub struct Rig {
     pub runtime: Runtime,
     // The agent ends before its directories do.
@@ -18,6 +20,8 @@ pub struct Rig {
     pub sandbox: Sandbox,
     /// Every single run's time, by case and way.
     times: RefCell<BTreeMap<(String, &'static str), Vec<Duration>>>,
+    /// Of cases to their base.
+    ratios: RefCell<Ratios>,
 }
 
 impl Rig {
@@ -33,6 +37,7 @@ impl Rig {
             node,
             sandbox,
             times: RefCell::default(),
+            ratios: RefCell::new(Ratios::load()),
         }
     }
 
@@ -80,10 +85,23 @@ impl Rig {
     ) {
         self.sum(group, case, way, || {
             before();
-            let took = timed(&mut up);
-            settle();
-            took + timed(&mut down)
+            time_of_life(&mut up, &mut down)
         });
+    }
+
+    /// How many times longer `ours` takes than `base`, each alternating with the other.
+    pub fn compare(
+        &self,
+        case: &str,
+        ours: impl FnMut() -> Duration,
+        base: impl FnMut() -> Duration,
+    ) {
+        self.ratios.borrow_mut().measure(case, ours, base);
+    }
+
+    /// Whether no case takes much longer than it did.
+    pub fn print_ratios(&self) -> bool {
+        self.ratios.borrow().print()
     }
 
     /// Sums up what `run` says that it took, and notes each.
@@ -128,7 +146,14 @@ impl Rig {
     }
 }
 
-fn timed(run: &mut impl FnMut()) -> Duration {
+/// The time of `up` and `down`, without what udevd does in between.
+pub fn time_of_life(mut up: impl FnMut(), mut down: impl FnMut()) -> Duration {
+    let took = timed(&mut up);
+    settle();
+    took + timed(&mut down)
+}
+
+pub fn timed(mut run: impl FnMut()) -> Duration {
     let begin = Instant::now();
     run();
     begin.elapsed()

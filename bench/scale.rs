@@ -1,7 +1,7 @@
-//! One node with 10, 100 and 1,000 volumes: each call, the agent's restart, and what each
-//! volume takes of the agent's memory, threads and descriptors.
+//! One node with few and with many volumes: each call; the agent's restart; and what each volume takes of the agent's memory, threads and
+//! descriptors.
 //!
-//! The volumes are copies of one formatted image. [`AT_ONCE`] callers work through them,
+//! The volumes are copies of a formatted one. [`AT_ONCE`] callers work through them,
 //! as kubelet does after a reboot; each call has a connection of its own.
 
 use std::{
@@ -11,30 +11,34 @@ use std::{
 };
 
 use futures_util::{StreamExt as _, stream};
-use testkit::{MIB, ResourceUsage, Volume, run};
+use testkit::{MIB, ResourceUsage, Volume, resident_kib};
 
-use crate::rig::{Rig, median};
+use crate::{
+    backends::Backend,
+    rig::{Rig, median},
+};
 
 /// Callers at once.
 const AT_ONCE: usize = 16;
 
 /// Prints a table, a column for each number of volumes.
-pub fn volumes(rig: &Rig, is_quick: bool) {
-    let numbers: &[usize] = if is_quick {
-        &[10, 100]
-    } else {
-        &[10, 100, 1000]
-    };
+pub fn volumes(rig: &Rig, over: &dyn Backend, numbers: &[usize]) {
+    rig.runtime.block_on(async {
+        over.blank("scale", 64 * MIB);
+        let template = over.known("scale", "ext4");
+        rig.node.stage(&template).await.expect("staged");
+        rig.node.unstage(&template).await.expect("unstaged");
+    });
     let mut rows: Vec<(&str, Vec<String>)> = Vec::new();
     for number in numbers {
-        for (name, value) in rig.runtime.block_on(node_with(rig, *number)) {
+        for (name, value) in rig.runtime.block_on(node_with(rig, over, *number)) {
             match rows.iter_mut().find(|(row, _)| *row == name) {
                 Some((_, values)) => values.push(value),
                 None => rows.push((name, vec![value])),
             }
         }
     }
-    print!("\n| a node with so many volumes |");
+    print!("\n| {} |", over.title("a node with so many volumes"));
     for number in numbers {
         print!(" {number} |");
     }
@@ -45,9 +49,14 @@ pub fn volumes(rig: &Rig, is_quick: bool) {
     }
 }
 
-async fn node_with(rig: &Rig, number: usize) -> Vec<(&'static str, String)> {
+async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'static str, String)> {
     let node = &rig.node;
-    let volumes = images(rig, number).await;
+    let names = (0..number).map(|n| format!("scale-{number}-{n}"));
+    let volume = |name: String| {
+        over.copy("scale", &name);
+        over.known(&name, "ext4")
+    };
+    let volumes: Vec<_> = names.map(volume).collect();
     let before = (ResourceUsage::of(node.pid()), cpu_time(node.pid()));
 
     let stage = timed(&volumes, async |volume| {
@@ -73,6 +82,7 @@ async fn node_with(rig: &Rig, number: usize) -> Vec<(&'static str, String)> {
     })
     .await;
     let after = (ResourceUsage::of(node.pid()), cpu_time(node.pid()));
+    let resident = resident_kib(node.pid());
 
     let (answers, recovered) = restart(rig, &volumes).await;
 
@@ -84,10 +94,6 @@ async fn node_with(rig: &Rig, number: usize) -> Vec<(&'static str, String)> {
         node.unstage(volume).await.expect("unstaged");
     })
     .await;
-    for volume in &volumes {
-        fs::remove_file(rig.sandbox.image(volume)).expect("an image");
-    }
-
     let tenth = volumes.len().div_ceil(10);
     let (first, last) = (&stage[..tenth], &stage[stage.len() - tenth..]);
     let growth = median(last).as_secs_f64() / median(first).as_secs_f64();
@@ -119,29 +125,13 @@ async fn node_with(rig: &Rig, number: usize) -> Vec<(&'static str, String)> {
             "the agent's memory of its own",
             format!("{:.1} MiB", mib(after.0.memory_kib)),
         ),
+        (
+            "its resident memory, with the program's pages",
+            format!("{:.1} MiB", mib(resident)),
+        ),
         ("its threads", after.0.threads.to_string()),
         ("its descriptors", after.0.descriptors.to_string()),
     ]
-}
-
-/// Copies of one formatted image, as volumes.
-async fn images(rig: &Rig, number: usize) -> Vec<Volume> {
-    let template = rig.sandbox.volume_in("main", "template", "ext4", 64 * MIB);
-    rig.node.stage(&template).await.expect("staged");
-    rig.node.unstage(&template).await.expect("unstaged");
-    let from = rig.sandbox.image(&template);
-    let copy = |n: usize| {
-        let volume = rig
-            .sandbox
-            .volume_in("main", &format!("scale-{n}"), "ext4", MIB);
-        let to = rig.sandbox.image(&volume);
-        let paths = [&from, &to].map(|path| path.to_str().expect("UTF-8"));
-        run(&["cp", "--sparse=always", paths[0], paths[1]]);
-        volume
-    };
-    let volumes = (0..number).map(copy).collect();
-    fs::remove_file(from).expect("an image");
-    volumes
 }
 
 /// The time of each volume's call, in the order in which they ended.

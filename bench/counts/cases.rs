@@ -3,7 +3,7 @@
 use std::{env, fs};
 
 use futures_util::future::join_all;
-use testkit::{BareVolume, MIB, Node, Sandbox, Volume, request};
+use testkit::{BareImageFile, BareVolume, MIB, Node, Sandbox, Volume, request};
 use tonic::transport::Channel;
 use uring_csi::proto::csi::{
     GetPluginInfoRequest, NodeGetVolumeStatsRequest, NodeUnpublishVolumeRequest,
@@ -46,13 +46,17 @@ impl Cases<'_> {
 
     /// The same by the system calls that a life cannot do without.
     pub fn run_bare(&mut self) {
-        let volume = BareVolume::new(self.sandbox.dir(), "counted", 64 * MIB);
-        volume.live();
+        let dir = self.sandbox.dir();
+        let device = BareImageFile::new(dir.join("counted-bare-image"), 64 * MIB);
+        let volume = BareVolume::new(dir, "counted", device);
+        let live = || {
+            let node = volume.up();
+            volume.down(&node);
+        };
+        live();
         let of = |run: &dyn Fn()| of_this_thread(ROUNDS as u64, run).expect("the kernel's events");
-        self.table.add(
-            "life of a formatted ext4, bare calls",
-            of(&|| volume.live()),
-        );
+        self.table
+            .add("life of a formatted ext4, bare calls", of(&live));
         let node = volume.stage();
         let published = of(&|| {
             volume.publish();

@@ -2,12 +2,8 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Read as _},
-    mem,
-    os::{
-        fd::{AsRawFd as _, OwnedFd},
-        unix::fs::OpenOptionsExt as _,
-    },
+    io::Read as _,
+    os::{fd::OwnedFd, unix::fs::OpenOptionsExt as _},
     path::{Path, PathBuf},
 };
 
@@ -19,51 +15,47 @@ use rustix::{
     },
 };
 
-const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
-const LOOP_CLR_FD: libc::c_ulong = 0x4C01;
-const LOOP_CTL_GET_FREE: libc::c_ulong = 0x4C82;
+mod export;
+mod image_file;
 
-/// `struct loop_config` (linux/loop.h).
-#[repr(C)]
-struct LoopConfig {
-    fd: u32,
-    block_size: u32,
-    /// `struct loop_info64` up to `lo_flags`.
-    info: [u32; 13],
-    flags: u32,
-    rest: [u64; 30],
+pub use export::BareExport;
+pub use image_file::BareImageFile;
+
+/// A block device that comes and goes by the calls that this takes.
+pub trait BareDevice: Send + Sync {
+    /// Returns its node.
+    fn attach(&self) -> PathBuf;
+
+    fn detach(&self, node: &Path);
 }
 
-const _: () = assert!(size_of::<LoopConfig>() == 304);
-const LO_FLAGS_DIRECT_IO: u32 = 16;
-
-/// An ext4 in an image file.
+/// An ext4 on such a device.
 pub struct BareVolume {
-    image: PathBuf,
+    device: Box<dyn BareDevice>,
     staging: PathBuf,
     target: PathBuf,
 }
 
 impl BareVolume {
-    /// Makes the image of `bytes`, formats it, and makes the mount point below `dir`.
-    pub fn new(dir: &Path, name: &str, bytes: u64) -> Self {
+    /// Formats the device, and makes the mount point below `dir`.
+    pub fn new(dir: &Path, name: &str, device: impl BareDevice + 'static) -> Self {
         let at = |kind: &str| dir.join(format!("{name}-bare-{kind}"));
         let volume = Self {
-            image: at("image"),
+            device: Box::new(device),
             staging: at("staging"),
             target: at("target"),
         };
-        let image = File::create(&volume.image).expect("an image");
-        image.set_len(bytes).expect("its size");
-        let image = volume.image.to_str().expect("UTF-8");
-        crate::run(&["mkfs.ext4", "-q", "-F", "-m0", image]);
-        fs::create_dir(&volume.staging).expect("a mount point");
+        let node = volume.device.attach();
+        let path = node.to_str().expect("UTF-8");
+        crate::run(&["mkfs.ext4", "-q", "-F", "-m0", path]);
+        volume.device.detach(&node);
+        fs::create_dir_all(&volume.staging).expect("a mount point");
         volume
     }
 
     /// Attaches, reads the superblock, mounts.
     pub fn stage(&self) -> PathBuf {
-        let node = self.attach();
+        let node = self.device.attach();
         let mut device = File::options()
             .read(true)
             .custom_flags(libc::O_EXCL)
@@ -97,52 +89,24 @@ impl BareVolume {
 
     pub fn unstage(&self, node: &Path) {
         unmount(&self.staging, UnmountFlags::NOFOLLOW).expect("a mount");
-        let device = File::open(node).expect("the device");
-        ioctl(&device, LOOP_CLR_FD, 0).expect("detached");
+        self.device.detach(node);
     }
 
-    /// A whole life.
-    pub fn live(&self) {
+    /// Stages and publishes.
+    pub fn up(&self) -> PathBuf {
         let node = self.stage();
         self.publish();
-        self.unpublish();
-        self.unstage(&node);
+        node
     }
 
-    fn attach(&self) -> PathBuf {
-        let open = |path: &Path| File::options().read(true).write(true).open(path);
-        let image = open(&self.image).expect("the image");
-        let control = open(Path::new("/dev/loop-control")).expect("loop devices");
-        loop {
-            let number = ioctl(&control, LOOP_CTL_GET_FREE, 0).expect("a number");
-            let node = PathBuf::from(format!("/dev/loop{number}"));
-            // SAFETY: all of its fields are integers.
-            let mut config: LoopConfig = unsafe { mem::zeroed() };
-            config.fd = image.as_raw_fd().unsigned_abs();
-            config.flags = LO_FLAGS_DIRECT_IO;
-            let argument = (&raw const config).addr();
-            let configured =
-                open(&node).and_then(|device| ioctl(&device, LOOP_CONFIGURE, argument));
-            match configured {
-                Ok(_) => return node,
-                // Another process was faster, or its device is not in /dev yet.
-                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => panic!("{}: {error}", node.display()),
-            }
-        }
+    /// Unpublishes and unstages.
+    pub fn down(&self, node: &Path) {
+        self.unpublish();
+        self.unstage(node);
     }
 }
 
 fn appear(mount: &OwnedFd, at: &Path) {
     let from_descriptor = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     move_mount(mount, "", CWD, at, from_descriptor).expect("a mount point");
-}
-
-fn ioctl(file: &File, request: libc::c_ulong, argument: usize) -> io::Result<libc::c_int> {
-    // SAFETY: the requests take nothing, or the address of a structure that lives.
-    match unsafe { libc::ioctl(file.as_raw_fd(), request, argument) } {
-        -1 => Err(io::Error::last_os_error()),
-        result => Ok(result),
-    }
 }

@@ -42,7 +42,7 @@ mod volume;
 use std::{env, fmt::Debug, panic::resume_unwind, thread, time::Duration};
 
 pub use agent::{Agent, Machine, program, request};
-pub use bare::BareVolume;
+pub use bare::{BareDevice, BareExport, BareImageFile, BareVolume};
 pub use ceph_csi::{STAGE_FILE, ceph_csi_stage_file, publish_as_ceph_csi, unstage_as_ceph_csi};
 pub use cluster::{TestCluster, output_despite_abort};
 pub use controller::{
@@ -66,7 +66,7 @@ pub use rbd::{
     rbds_over, spec_of,
 };
 pub use replayer::Replayer;
-pub use resource_usage::ResourceUsage;
+pub use resource_usage::{ResourceUsage, resident_kib};
 pub use rng::Rng;
 pub use sandbox::Sandbox;
 pub use skipped::{report_not_tested, skip_test};

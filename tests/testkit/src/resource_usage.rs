@@ -13,18 +13,12 @@ pub struct ResourceUsage {
 
 impl ResourceUsage {
     pub fn of(pid: u32) -> Self {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("procfs");
-        let number = |key: &str| {
-            let value = status.lines().find_map(|line| line.strip_prefix(key));
-            let digits = value.and_then(|value| value.split_ascii_whitespace().next());
-            digits.and_then(|digits| digits.parse().ok()).expect(key)
-        };
         Self {
-            threads: number("Threads:"),
+            threads: status_of(pid, "Threads:"),
             descriptors: fs::read_dir(format!("/proc/{pid}/fd"))
                 .expect("procfs")
                 .count(),
-            memory_kib: number("RssAnon:"),
+            memory_kib: status_of(pid, "RssAnon:"),
         }
     }
 
@@ -34,4 +28,16 @@ impl ResourceUsage {
             && self.descriptors <= other.descriptors + room.descriptors
             && self.memory_kib <= other.memory_kib + room.memory_kib
     }
+}
+
+/// Resident memory in KiB, with the program's own pages (`VmRSS`).
+pub fn resident_kib(pid: u32) -> usize {
+    status_of(pid, "VmRSS:")
+}
+
+fn status_of(pid: u32, key: &str) -> usize {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("procfs");
+    let value = status.lines().find_map(|line| line.strip_prefix(key));
+    let digits = value.and_then(|value| value.split_ascii_whitespace().next());
+    digits.and_then(|digits| digits.parse().ok()).expect(key)
 }

@@ -90,6 +90,11 @@ impl Sandbox {
         fs::File::create(image)
             .and_then(|file| file.set_len(bytes))
             .expect("an image");
+        self.known_volume_in(pool, name, fs_type)
+    }
+
+    /// The static volume over an image that is there.
+    pub fn known_volume_in(&self, pool: &str, name: &str, fs_type: &str) -> Volume {
         let volume = if fs_type == "block" {
             Volume::block(name)
         } else {
