@@ -224,6 +224,17 @@ impl Gate {
         }
     }
 
+    /// Updates its metrics.
+    pub fn report(&self) {
+        let Load {
+            held,
+            stuck,
+            waiting,
+        } = self.load();
+        let Bounds { step, permits, .. } = self.0.bounds;
+        metrics::admission(step, permits, held, stuck, waiting);
+    }
+
     /// The current load of the gate.
     pub fn load(&self) -> Load {
         let state = self.lock();
@@ -351,7 +362,8 @@ pub struct Limits {
     pub max_waiting: usize,
 }
 
-fn positive(text: &str) -> Result<usize, String> {
+/// Parses a limit.
+pub fn positive(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) => Err("it must be 1 at least".to_owned()),
         Ok(number) => Ok(number),
@@ -460,15 +472,7 @@ impl Gates {
 
     /// Updates the metrics.
     pub fn report(&self) {
-        for gate in self.all() {
-            let Load {
-                held,
-                stuck,
-                waiting,
-            } = gate.load();
-            let Bounds { step, permits, .. } = gate.0.bounds;
-            metrics::admission(step, permits, held, stuck, waiting);
-        }
+        self.all().iter().for_each(|gate| gate.report());
     }
 }
 

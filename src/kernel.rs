@@ -1,7 +1,7 @@
 //! The system calls, ioctls and their numbers that rustix lacks.
 //!
 //! With `ring` and `ceph::client` the only unsafe code; of this module's the controller uses
-//! only leases, a clock and watched sockets.
+//! only leases, a clock, the page cache, writeback and watched sockets.
 
 use std::{fmt, fs, io, str::FromStr};
 
@@ -28,6 +28,8 @@ pub mod loopctl;
 pub mod mounts;
 #[cfg(feature = "node")]
 pub mod nbd;
+#[cfg(feature = "controller")]
+pub mod page_cache;
 #[cfg(feature = "holder")]
 pub mod pidfd;
 #[cfg(feature = "node")]
@@ -35,6 +37,8 @@ pub mod privileges;
 #[cfg(feature = "node")]
 pub mod sysfs;
 pub mod watched;
+#[cfg(feature = "controller")]
+pub mod writeback;
 
 /// The file with the kernel's boot id.
 pub(crate) const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";

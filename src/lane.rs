@@ -258,6 +258,12 @@ pub fn waiting_for(what: String) -> WaitGuard {
     WaitGuard(())
 }
 
+/// Reports something else that this thread's job waits for, until the [`WaitGuard`] that it
+/// has is dropped.
+pub fn now_waiting_for(what: String) {
+    tell(what);
+}
+
 /// Reports that a job waits, until it is dropped ([`waiting_for`]).
 #[derive(Debug)]
 #[must_use]

@@ -23,7 +23,7 @@ mod done;
 mod endpoint;
 mod error_chain;
 
-#[cfg(feature = "node")]
+#[cfg(any(feature = "node", feature = "controller"))]
 mod admission;
 mod ceph;
 mod config;

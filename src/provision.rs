@@ -83,6 +83,14 @@ pub enum ContentSource {
     Volume(String),
 }
 
+impl ContentSource {
+    /// The handle of the snapshot or volume.
+    pub fn handle(&self) -> &str {
+        let (Self::Snapshot(handle) | Self::Volume(handle)) = self;
+        handle
+    }
+}
+
 /// One way of using a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VolumeUse {

@@ -78,6 +78,14 @@ pub fn http_dropped(reason: &'static str) {
     counter!(HTTP_DROPPED, "reason" => reason).increment(1);
 }
 
+/// Sets how many bytes of images were copied since the start, and how many the copies
+/// under way have left.
+pub fn copies(copied: u64, left: u64) {
+    counter!(COPIED_BYTES).absolute(copied);
+    #[allow(clippy::cast_precision_loss, reason = "a PiB is exact")]
+    gauge!(COPY_REMAINING_BYTES).set(left as f64);
+}
+
 /// Installs the process's recorder and describes every metric.
 ///
 /// From then on [`Metrics::upkeep`] or [`Metrics::render`] must be called regularly, or the
@@ -187,6 +195,16 @@ fn describe() {
         "Calls refused because too many volumes wait for a permit, by step."
     );
     describe_counter!(
+        COPIED_BYTES,
+        Unit::Bytes,
+        "Bytes of images that were copied, holes included."
+    );
+    describe_gauge!(
+        COPY_REMAINING_BYTES,
+        Unit::Bytes,
+        "Bytes that the copies of images under way have left, holes included."
+    );
+    describe_counter!(
         HTTP_DROPPED,
         Unit::Count,
         "HTTP connections closed before they were answered, by reason."
@@ -214,6 +232,8 @@ const ADMISSION_IN_USE: &str = "uring_csi_admission_in_use";
 const ADMISSION_STUCK: &str = "uring_csi_admission_stuck";
 const ADMISSION_WAITING: &str = "uring_csi_admission_waiting";
 const ADMISSION_REFUSED: &str = "uring_csi_admission_refused_total";
+const COPIED_BYTES: &str = "uring_csi_copied_bytes_total";
+const COPY_REMAINING_BYTES: &str = "uring_csi_copy_remaining_bytes";
 const HTTP_DROPPED: &str = "uring_csi_http_dropped_total";
 const BUILD_INFO: &str = "uring_csi_build_info";
 

@@ -2,10 +2,14 @@
 //! in pools and as images in Ceph clusters, for Kubernetes' provisioner, resizer and
 //! snapshotter.
 
-use std::{error::Error, process::ExitCode, time::Duration};
+use std::{
+    error::Error,
+    process::ExitCode,
+    time::{Duration, Instant},
+};
 
 use crate::{
-    Kind,
+    Kind, admission,
     ceph::client::library::Libraries,
     config,
     csi::{
@@ -25,7 +29,7 @@ use crate::{
     },
     provision::{
         ProvisionError, StoreKind, Stores,
-        images::ImageStore,
+        images::{Copies, ImageStore},
         rbd::{Operators, PurgeTimes, QUIET_FOR, RbdStore, SecretDir, Settings},
     },
 };
@@ -59,6 +63,10 @@ struct ControllerOptions {
         value_name = "NAME=DIR"
     )]
     pool: Vec<PoolSpec>,
+    /// Images that are copied at once, where the pool's file system cannot copy by
+    /// reference; further copies wait.
+    #[arg(long, env = "URING_CSI_MAX_COPIES", default_value_t = 4, value_parser = admission::positive, value_name = "N")]
+    max_copies: usize,
     #[command(flatten)]
     clusters: CephStoreOptions,
     /// Report capabilities that are alpha in CSI 1.13 (GET_SNAPSHOT, GET_VOLUME_HEALTH,
@@ -181,8 +189,11 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     let lanes = Lanes::new(IDLE_THREADS);
     let counted = lanes.clone();
     metrics.before_scrape(move || metrics::lane_threads(counted.threads()));
+    let copies = Copies::new(options.max_copies, pools.iter().count());
+    let counted = copies.clone();
+    metrics.before_scrape(move || report_copies(&counted));
     let has_pools = pools.iter().next().is_some();
-    let images = ImageStore::new(pools, options.node_id.clone(), boot_id()?);
+    let images = ImageStore::new(pools, options.node_id.clone(), boot_id()?, copies.clone());
     let images = has_pools.then_some(images.into());
     let rbd = options.clusters.backend(&lanes)?.map(Into::into);
     let stores = Stores::new(images, rbd, &lanes);
@@ -207,6 +218,7 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
         tokio::spawn(sweep(stores.clone()));
         tokio::spawn(purge_trash(stores.clone()));
         tokio::spawn(watch(stores, readiness));
+        tokio::spawn(expire(copies));
         let stop = async {
             if let Err(error) = shutdown_signal().await {
                 tracing::error!(%error, "cannot wait for signals; stopping");
@@ -215,6 +227,24 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
         listener.serve(routes, stop, GRACE).await?;
         Ok(())
     })
+}
+
+/// Updates the metrics of copies.
+fn report_copies(copies: &Copies) {
+    copies.gate().report();
+    let left = copies
+        .list()
+        .into_iter()
+        .map(|copy| copy.bytes.saturating_sub(copy.copied));
+    metrics::copies(copies.copied(), left.sum());
+}
+
+/// Lets the next copies run where earlier ones make no progress.
+async fn expire(copies: Copies) {
+    loop {
+        tokio::time::sleep(EXPIRE_EVERY).await;
+        copies.gate().expire(Instant::now());
+    }
 }
 
 /// Cleans up after dead controllers; repeats while a pool is not mounted.
@@ -271,6 +301,8 @@ const IDLE_THREADS: usize = 8;
 const GRACE: Duration = Duration::from_secs(20);
 /// Between two checks of the pools.
 const CHECK_EVERY: Duration = Duration::from_secs(15);
+/// Between two checks of the progress of copies.
+const EXPIRE_EVERY: Duration = Duration::from_secs(1);
 /// Between two purges of Ceph's trash.
 const PURGE_EVERY: Duration = Duration::from_secs(300);
 const CHECK_TIMEOUT: Duration = Duration::from_secs(5);

@@ -5,6 +5,7 @@ use std::{io, path::PathBuf, time::Duration};
 use super::rbd::RbdError;
 use crate::{
     Kind,
+    admission::Full,
     pool::{PoolError, claim::ClaimError},
 };
 
@@ -196,6 +197,9 @@ pub enum ProvisionError {
         /// The time waited.
         after: Duration,
     },
+    /// Too many copies wait.
+    #[error(transparent)]
+    Full(#[from] Full),
     /// Another node holds the image.
     #[error(transparent)]
     Claim(#[from] ClaimError),
@@ -247,7 +251,7 @@ impl ProvisionError {
             | Self::Lost { .. }
             | Self::Unrecorded { .. }
             | Self::Claim(ClaimError::Corrupt { .. }) => Kind::Internal,
-            Self::Silent { .. } => Kind::Transient,
+            Self::Silent { .. } | Self::Full(_) => Kind::Transient,
             Self::Io { source, .. } => of_io(source),
             Self::Rbd(error) => error.kind(),
             Self::Pool(error) | Self::Claim(ClaimError::Pool(error)) => match error {

@@ -43,6 +43,7 @@ use crate::{Kind, pool::Pools, secret::Secrets};
 
 mod capacity;
 mod catalogue;
+mod copies;
 mod file_system;
 mod id_lists;
 mod listing;
@@ -55,6 +56,8 @@ mod sweep;
 mod volumes;
 mod writers;
 
+pub use copies::{Copies, CopyKind, CopyProgress};
+
 use id_lists::IdLists;
 use room_counts::RoomCounts;
 
@@ -66,18 +69,20 @@ pub struct ImageStore {
     boot_id: String,
     id_lists: IdLists,
     room_counts: RoomCounts,
+    copies: Copies,
 }
 
 impl ImageStore {
     /// Over these pools; `node_id` is that of the node of local pools, and
     /// `boot_id` that of the running kernel.
-    pub fn new(pools: Pools, node_id: Option<String>, boot_id: String) -> Self {
+    pub fn new(pools: Pools, node_id: Option<String>, boot_id: String, copies: Copies) -> Self {
         Self {
             pools,
             node_id,
             boot_id,
             id_lists: IdLists::default(),
             room_counts: RoomCounts::default(),
+            copies,
         }
     }
 }

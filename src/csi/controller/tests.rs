@@ -9,7 +9,7 @@ use super::*;
 use crate::{
     lane::Lanes,
     pool::{Pool, Pools, Scope},
-    provision::images::ImageStore,
+    provision::images::{Copies, ImageStore},
 };
 
 const KEY: &str = "topology.test.dev/node";
@@ -25,7 +25,7 @@ fn beside_a_node(alpha: bool) -> (tempfile::TempDir, Controller) {
     };
     let pools = Pools::new([pool]).unwrap();
     let node_id = Some("node-a".to_owned());
-    let images = ImageStore::new(pools, node_id, "boot".to_owned());
+    let images = ImageStore::new(pools, node_id, "boot".to_owned(), Copies::new(4, 1));
     let stores = Stores::new(Some(images.into()), None, &Lanes::new(1));
     let controller = Controller::new(stores, "test.dev", Some("node-a"), alpha);
     (dir, controller)

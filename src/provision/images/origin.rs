@@ -6,15 +6,19 @@ use super::{
     super::{ContentSource, ProvisionError, copy},
     ImageStore,
     catalogue::{EntryKind as _, failed},
+    copies::{CopyTarget, RunningCopy},
     snapshots::SnapshotDetail,
     store::loop_device,
     volumes::VolumeDetail,
     writers::Writers,
 };
-use crate::pool::{
-    Pool, PoolError,
-    claim::{self, ClaimError, Sharing},
-    draft::Draft,
+use crate::{
+    crash_point,
+    pool::{
+        Pool, PoolError,
+        claim::{self, ClaimError, Sharing},
+        draft::Draft,
+    },
 };
 
 /// An image to copy, opened.
@@ -70,19 +74,25 @@ impl ImageStore {
         SourceFile::new(pool, file, path)
     }
 
-    /// Fills an empty draft with the origin's data: by reflink, which is atomic, else by a
-    /// copy, during which nothing may write to the origin.
+    /// Fills an empty draft, which becomes `target`, with the origin's data: by reflink, which
+    /// is atomic, else by a copy, during which nothing may write to the origin. Asks first
+    /// whether a copy has room.
     pub(super) fn fill(
         &self,
         draft: &Draft,
         origin: &SourceFile<'_>,
+        target: CopyTarget,
+        has_room: impl FnOnce() -> Result<(), ProvisionError>,
     ) -> Result<(), ProvisionError> {
         let cannot = |e| failed("copy", &origin.path, e);
         if copy::reflink(&origin.file, draft.file()).map_err(cannot)? {
             return Ok(());
         }
+        // Waits before the origin is claimed, and so withheld from nodes that would write.
+        let running = self.copies.begin(target, origin.bytes)?;
+        has_room()?;
         let Some(image) = &origin.volume_image else {
-            let copied = copy::sparse(&origin.file, draft.file(), origin.bytes, || Ok(true));
+            let copied = copy_data(&origin.file, draft, origin.bytes, &running, &|| Ok(true));
             return copied.map(drop).map_err(cannot);
         };
         // In the pool of the image, where others look for its lock.
@@ -98,7 +108,7 @@ impl ImageStore {
         let copied = match loop_device(image, true) {
             Err(e) => Err(failed("look for a loop device over", &origin.path, e)),
             Ok(Some(holder)) => Err(at_no_point_in_time(holder)),
-            Ok(None) => copy_unwritten(draft, origin, image),
+            Ok(None) => copy_unwritten(draft, origin, image, &running),
         };
         let released = claim::release(origin.pool, image, &claim.node_id);
         copied?;
@@ -106,18 +116,35 @@ impl ImageStore {
     }
 }
 
+/// Copies the data of a file while `may_continue`; false: it did not to the end.
+fn copy_data(
+    file: &File,
+    draft: &Draft,
+    bytes: u64,
+    running: &RunningCopy,
+    may_continue: &dyn Fn() -> io::Result<bool>,
+) -> io::Result<bool> {
+    let advanced = |bytes| running.advance(bytes);
+    copy::sparse(file, draft.file(), bytes, &advanced, || {
+        running.report();
+        crash_point();
+        may_continue()
+    })
+}
+
 /// Copies a volume's image while no node has a claim to write to it.
 fn copy_unwritten(
     draft: &Draft,
     origin: &SourceFile<'_>,
     image: &str,
+    running: &RunningCopy,
 ) -> Result<(), ProvisionError> {
     let SourceFile { pool, path, .. } = origin;
     let cannot = |e| failed("copy", path, e);
     // Opened anew: NFS looks for other clients' writes only at an open.
     let file = pool.open_image(image, false)?;
     let copy = |may_continue: &dyn Fn() -> io::Result<bool>| {
-        copy::sparse(&file, draft.file(), origin.bytes, may_continue).map_err(cannot)
+        copy_data(&file, draft, origin.bytes, running, may_continue).map_err(cannot)
     };
     if !origin.is_exported {
         return copy(&|| Ok(true)).map(drop);

@@ -12,6 +12,7 @@ use super::{
     super::{ProvisionError, SnapshotInfo},
     ImageStore,
     catalogue::{Catalogue, CatalogueEntry, EntryKind, EntryState, ReservationLock, failed},
+    copies::{CopyKind, CopyTarget},
     store::size_of,
 };
 use crate::{
@@ -93,7 +94,14 @@ impl ImageStore {
         let tmp = pool.meta_dir("tmp")?;
         pool.meta_dir(SnapshotDetail::RECORDS)?;
         let draft = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
-        self.fill(&draft, &origin)?;
+        let target = CopyTarget {
+            kind: CopyKind::Snapshot,
+            name: name.to_owned(),
+            handle: SnapshotHandle::new(pool, self.node_id.as_deref(), held.id).to_string(),
+            source: volume.to_owned(),
+            pool: pool.name.clone(),
+        };
+        self.fill(&draft, &origin, target, || Ok(()))?;
         let created = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default();

@@ -19,6 +19,7 @@ use crate::{
     provision::{AccessibilityRequirements, ContentSource, StoreKind, Stores},
 };
 
+mod copied;
 mod crashes;
 mod exported;
 mod kept;
@@ -35,7 +36,12 @@ fn images_over(pools: &[(&str, &Path, Scope)], node_id: Option<&str>) -> Stores 
         .iter()
         .map(|(name, dir, scope)| pool(name, dir, *scope));
     let pools = Pools::new(pools).unwrap();
-    let images = ImageStore::new(pools, node_id.map(str::to_owned), BOOT.to_owned());
+    let images = ImageStore::new(
+        pools,
+        node_id.map(str::to_owned),
+        BOOT.to_owned(),
+        Copies::new(4, 1),
+    );
     Stores::new(Some(images.into()), None, &Lanes::new(2))
 }
 

@@ -15,6 +15,7 @@ use super::{
     ImageStore,
     capacity::refuse_without_room,
     catalogue::{Catalogue, CatalogueEntry, EntryKind, EntryState, ReservationLock, failed},
+    copies::{CopyKind, CopyTarget},
     store::size_of,
 };
 use crate::{
@@ -140,8 +141,17 @@ impl ImageStore {
 
         let tmp = pool.meta_dir("tmp")?;
         let draft = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
-        if let Some(from) = &origin {
-            self.fill(&draft, from)?;
+        if let (Some(from), Some(source)) = (&origin, &new.source) {
+            let target = CopyTarget {
+                kind: CopyKind::Volume,
+                name: new.name.clone(),
+                handle: VolumeHandle::new(pool, self.node_id.as_deref(), held.id).to_string(),
+                source: source.handle().to_owned(),
+                pool: pool.name.clone(),
+            };
+            // Refused below, too, but then its data has taken space that others were promised.
+            let has_room = || refuse_without_room(pool, &detail.parameters, bytes);
+            self.fill(&draft, from, target, has_room)?;
         }
         let there = draft.file().metadata();
         let there = there.map_err(|e| failed("look at a draft in", &tmp, e))?;

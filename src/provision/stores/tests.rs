@@ -1,6 +1,6 @@
 use futures_util::{FutureExt as _, future::ready};
 
-use super::*;
+use super::{super::images::Copies, *};
 use crate::{
     Kind,
     pool::{Pool, Pools, Scope},
@@ -17,7 +17,7 @@ fn over(dir: &std::path::Path) -> Stores {
         mounted: false,
     };
     let pools = Pools::new([pool]).unwrap();
-    let images = ImageStore::new(pools, None, "boot".to_owned());
+    let images = ImageStore::new(pools, None, "boot".to_owned(), Copies::new(4, 1));
     Stores::new(Some(images.into()), None, &Lanes::new(1))
 }
 

@@ -8,9 +8,13 @@ use std::{path::Path, process::Command};
 
 use super::*;
 
-/// Makes one of each thing; all of it may have been made before.
-async fn make(images: &Stores) {
+/// Makes one of each thing in the pool in `dir`; all of it may have been made before.
+async fn make(images: &Stores, dir: &Path) {
     let source = images.create_volume(new("source", 8 * MIB)).await.unwrap();
+    let pool = pool("main", dir, Scope::Shared);
+    let file = |volume: &VolumeInfo| pool.open_image(&volume.context["image"], true).unwrap();
+    let data = vec![7; 6 << 20];
+    file(&source).write_all_at(&data, MIB).unwrap();
     let snapshot = images
         .create_snapshot(snapshot_of("snapshot".to_owned(), source.handle.clone()))
         .await
@@ -28,7 +32,10 @@ async fn make(images: &Stores) {
         ),
     ];
     for copy in copies {
-        images.create_volume(copy).await.unwrap();
+        let copy = images.create_volume(copy).await.unwrap();
+        let mut found = vec![0; data.len()];
+        file(&copy).read_exact_at(&mut found, MIB).unwrap();
+        assert!(found == data, "complete, and differs from its source");
     }
     let range = Range {
         required: 16 * MIB,
@@ -63,7 +70,7 @@ async fn victim() {
     let dir = std::env::var("VICTIM_POOL").expect("run by the tests below");
     let images = images_over(&[("main", Path::new(&dir), Scope::Shared)], None);
     match std::env::var("VICTIM_DOES").as_deref() {
-        Ok("make") => make(&images).await,
+        Ok("make") => make(&images, Path::new(&dir)).await,
         _ => unmake(&images).await,
     }
 }
@@ -129,7 +136,7 @@ async fn an_interrupted_create_is_finished_or_undone() {
             );
             assert_whole(&home);
         }
-        make(&home.images).await;
+        make(&home.images, home.dir.path()).await;
         assert!(
             home.images
                 .sweep(StoreKind::Images)
@@ -152,7 +159,7 @@ async fn an_interrupted_create_is_finished_or_undone() {
 async fn an_interrupted_delete_is_finished() {
     for at in 0.. {
         let home = home_in_memory();
-        make(&home.images).await;
+        make(&home.images, home.dir.path()).await;
         let crashed = crashes(home.dir.path(), "unmake", at);
         if at % 2 == 0 {
             assert!(

@@ -1,0 +1,142 @@
+//! Copies of data: their limit, their progress, and what a failed one leaves.
+
+use super::*;
+
+fn over(dir: &Path, copies: &Copies) -> Stores {
+    let pools = Pools::new([pool("main", dir, Scope::Shared)]).unwrap();
+    let images = ImageStore::new(pools, None, BOOT.to_owned(), copies.clone());
+    Stores::new(Some(images.into()), None, &Lanes::new(2))
+}
+
+/// A source with 6 MiB of data in 8 MiB, and a clone of it to be made.
+async fn source(home: &Home, images: &Stores) -> NewVolume {
+    let thin = [("overcommit", "true")];
+    let made = images.create_volume(with(new("source", 8 * MIB), &thin));
+    let made = made.await.unwrap();
+    let data = vec![7; 6 << 20];
+    home.file(&made).write_all_at(&data, MIB).unwrap();
+    with(
+        copy_of("clone", 8 * MIB, ContentSource::Volume(made.handle)),
+        &thin,
+    )
+}
+
+#[tokio::test]
+async fn a_copy_that_waits_is_in_no_list_of_what_is_complete() {
+    let home = home();
+    let copies = Copies::new(1, 1);
+    let images = over(home.dir.path(), &copies);
+    let clone = source(&home, &images).await;
+    let volume = clone.source.clone().unwrap().handle().to_owned();
+    let other = copies.begin(
+        copies::CopyTarget {
+            kind: CopyKind::Volume,
+            name: "other".to_owned(),
+            handle: String::new(),
+            source: String::new(),
+            pool: "main".to_owned(),
+        },
+        1,
+    );
+    let (copying, snapshot) = (
+        images.clone(),
+        snapshot_of("snap".to_owned(), volume.clone()),
+    );
+    let taken = tokio::spawn(async move { copying.create_snapshot(snapshot).await });
+    while copies.gate().load().waiting == 0 {
+        tokio::task::yield_now().await;
+    }
+    let listed = || images.list_snapshots(ListRequest::default(), None, none());
+    assert!(listed().await.unwrap().entries.is_empty());
+    let waiting = copies.list().pop().unwrap();
+    assert_eq!(
+        (
+            waiting.target.kind,
+            &*waiting.target.name,
+            waiting.target.source
+        ),
+        (CopyKind::Snapshot, "snap", volume)
+    );
+    assert_eq!(
+        (waiting.copied, waiting.bytes, waiting.age),
+        (0, 8 * MIB, None)
+    );
+    let handle = waiting.target.handle;
+    assert_eq!(
+        kind(images.get_snapshot(handle.clone(), none()).await),
+        Kind::NotFound
+    );
+
+    drop(other);
+    assert_eq!(taken.await.unwrap().unwrap().handle, handle);
+    assert_eq!(listed().await.unwrap().entries[0].handle, handle);
+    assert_eq!((copies.list(), copies.copied()), (Vec::new(), 8 * MIB));
+}
+
+#[tokio::test]
+async fn a_copy_without_room_is_refused_before_it_takes_any() {
+    let home = home();
+    let copies = Copies::new(1, 1);
+    let images = over(home.dir.path(), &copies);
+    let clone = source(&home, &images).await;
+    let too_large = NewVolume {
+        range: Range {
+            required: 1 << 50,
+            limit: 0,
+        },
+        ..with(clone, &[])
+    };
+    assert_eq!(kind(images.create_volume(too_large).await), Kind::Exhausted);
+    assert_eq!((copies.list(), copies.copied()), (Vec::new(), 0));
+    assert_eq!(home.files().len(), 3, "only the source is there");
+}
+
+#[tokio::test]
+async fn a_copy_of_a_preallocated_class_has_all_its_blocks() {
+    let home = home();
+    let clone = source(&home, &home.images).await;
+    let thick = with(clone, &[("preallocate", "true")]);
+    let made = home.images.create_volume(thick).await.unwrap();
+    let metadata = home.file(&made).metadata().unwrap();
+    assert!(metadata.blocks() * 512 >= metadata.len());
+    let mut data = vec![0; 6 << 20];
+    home.file(&made).read_exact_at(&mut data, MIB).unwrap();
+    assert!(data.iter().all(|byte| *byte == 7));
+}
+
+#[test]
+fn a_copy_that_fills_the_pool_leaves_nothing_of_itself() {
+    std::thread::spawn(|| {
+        let sandbox = testkit::Sandbox::new();
+        let dir = sandbox.dir().join("small");
+        std::fs::create_dir(&dir).unwrap();
+        let at = dir.to_str().unwrap();
+        testkit::run(&["mount", "-t", "tmpfs", "-o", "size=10m", "none", at]);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            let home = home_in(tempfile::tempdir_in(&dir).unwrap());
+            let copies = Copies::new(1, 1);
+            let images = over(home.dir.path(), &copies);
+            let clone = source(&home, &images).await;
+            let before = home.files();
+            for _ in 0..2 {
+                let refused = images.create_volume(clone.clone()).await;
+                assert_eq!(kind(refused), Kind::Exhausted);
+                assert_eq!((copies.list(), home.files()), (Vec::new(), before.clone()));
+            }
+            let source = clone.source.unwrap().handle().to_owned();
+            let snapshot = snapshot_of("snap".to_owned(), source.clone());
+            let refused = images.create_snapshot(snapshot).await;
+            assert_eq!(kind(refused), Kind::Exhausted);
+            assert_eq!(home.files(), before);
+            // Nothing claims it any more.
+            images.delete_volume(source, none()).await.unwrap();
+        });
+        drop(runtime);
+        testkit::run(&["umount", at]);
+    })
+    .join()
+    .unwrap();
+}
