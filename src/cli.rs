@@ -12,6 +12,7 @@ mod args;
 mod attach;
 mod bench;
 mod context;
+mod copies;
 mod error;
 mod flow;
 mod held;

@@ -10,7 +10,7 @@ use crate::{
     proto::{
         admin::{
             GetAgentInfoRequest, GetAgentInfoResponse, HeldVolume, ListHeldVolumesRequest,
-            node_admin_client::NodeAdminClient,
+            controller_admin_client::ControllerAdminClient, node_admin_client::NodeAdminClient,
         },
         csi::{
             controller_client::ControllerClient, identity_client::IdentityClient,
@@ -112,6 +112,10 @@ impl Context {
     service! {
         /// A call of CSI's Controller service.
         controller, controller_socket, ControllerClient
+    }
+    service! {
+        /// A call of the controller's own service.
+        controller_admin, controller_socket, ControllerAdminClient
     }
     service! {
         /// A call of the supervisor of the rbd-nbd daemons.

@@ -1,7 +1,8 @@
 //! Shows the step of a call on a terminal.
 //!
 //! A stage with a large mkfs takes a while, and a stage of a device that hangs never
-//! ends. A spinner on stderr shows the step, which the node agent reports. Without a
+//! ends; a copy of a large volume takes a while, too. A spinner on stderr shows the step,
+//! which the node agent reports, or the copy's progress, from the controller. Without a
 //! terminal, uringctl prints nothing and does not ask.
 
 use std::{pin::pin, time::Duration};
@@ -35,6 +36,22 @@ impl Context {
         volume_id: &str,
         work: impl Future<Output = Result<T, CliError>>,
     ) -> Result<T, CliError> {
+        let step = async || {
+            // If the node does not answer, the spinner shows the label alone.
+            let held = self.held().await.unwrap_or_default();
+            let volume = held.iter().find(|volume| volume.volume_id == volume_id);
+            volume.and_then(under_way)
+        };
+        self.showing_step(label, step, work).await
+    }
+
+    /// Waits for `work`, showing `label` and the `step` under way, if any.
+    pub async fn showing_step<T>(
+        &self,
+        label: &str,
+        step: impl AsyncFn() -> Option<String>,
+        work: impl Future<Output = Result<T, CliError>>,
+    ) -> Result<T, CliError> {
         let mut work = pin!(work);
         if let Ok(done) = tokio::time::timeout(QUIET, &mut work).await {
             return done;
@@ -44,10 +61,7 @@ impl Context {
         };
         let watch = async {
             loop {
-                // If the node does not answer, the spinner shows the label alone.
-                let held = self.held().await.unwrap_or_default();
-                let volume = held.iter().find(|volume| volume.volume_id == volume_id);
-                bar.set_message(message(label, volume));
+                bar.set_message(message(label, step().await));
                 bar.tick();
                 tokio::time::sleep(ASK_EVERY).await;
             }
@@ -61,8 +75,8 @@ impl Context {
     }
 }
 
-fn message(label: &str, volume: Option<&HeldVolume>) -> String {
-    match volume.and_then(under_way) {
+fn message(label: &str, step: Option<String>) -> String {
+    match step {
         Some(step) => format!("{label}: {step}"),
         None => label.to_owned(),
     }
@@ -110,14 +124,11 @@ mod tests {
             ..Default::default()
         };
         assert_eq!(
-            message("staging data", Some(&volume)),
+            message("staging data", under_way(&volume)),
             "staging data: mkfs for 2.3 s, waiting for mkfs.ext4 (process 71)"
         );
         assert_eq!(message("staging data", None), "staging data");
-        assert_eq!(
-            message("staging data", Some(&HeldVolume::default())),
-            "staging data"
-        );
+        assert_eq!(under_way(&HeldVolume::default()), None);
     }
 
     #[test]

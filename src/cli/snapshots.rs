@@ -8,11 +8,15 @@ use serde::Serialize;
 use super::{
     answer::{Answer, table},
     context::Context,
+    copies::progress,
     error::CliError,
     resolve::{name_of, omitted_from, take_less},
 };
 use crate::{
-    proto::csi::{CreateSnapshotRequest, DeleteSnapshotRequest, ListSnapshotsRequest, Snapshot},
+    proto::{
+        admin::CopyUnderWay,
+        csi::{CreateSnapshotRequest, DeleteSnapshotRequest, ListSnapshotsRequest, Snapshot},
+    },
     size::human,
 };
 
@@ -54,7 +58,7 @@ struct Create {
     name: String,
 }
 
-/// Lists snapshots
+/// Lists snapshots, and those that are still being copied
 #[derive(Args, Debug)]
 #[command(after_help = "\
 A pool or cluster that cannot be reached is left out with a warning (exit code 1).
@@ -121,6 +125,11 @@ pub struct SnapshotAnswer {
     /// Seconds since 1970.
     creation_time: Option<i64>,
     ready_to_use: bool,
+    /// Of one that is still being copied.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    copied_bytes: Option<u64>,
+    #[serde(skip)]
+    progress: Option<String>,
 }
 
 impl SnapshotAnswer {
@@ -132,6 +141,21 @@ impl SnapshotAnswer {
             size_bytes: snapshot.size_bytes,
             creation_time: snapshot.creation_time.map(|time| time.seconds),
             ready_to_use: snapshot.ready_to_use,
+            copied_bytes: None,
+            progress: None,
+        }
+    }
+
+    fn being_copied(copy: CopyUnderWay, source_name: &str) -> Self {
+        Self {
+            progress: Some(progress(&copy)),
+            snapshot_id: copy.id,
+            source_volume_id: copy.source_id,
+            source_name: source_name.to_owned(),
+            size_bytes: i64::try_from(copy.size_bytes).unwrap_or(i64::MAX),
+            creation_time: None,
+            ready_to_use: false,
+            copied_bytes: Some(copy.copied_bytes),
         }
     }
 }
@@ -141,6 +165,7 @@ impl Create {
         let source = context.volume(&self.volume).await?;
         let doing = format!("take the snapshot {} of {}", self.name, self.volume);
         let label = format!("taking the snapshot {}", self.name);
+        let name = self.name.clone();
         let request = CreateSnapshotRequest {
             source_volume_id: source.volume_id.clone(),
             name: self.name,
@@ -151,7 +176,7 @@ impl Create {
             client.create_snapshot(request).await
         });
         let snapshot = context
-            .showing(&label, &source.volume_id, work)
+            .showing_copy(&label, "snapshot", &name, work)
             .await?
             .snapshot
             .ok_or(CliError::MissingField {
@@ -180,7 +205,8 @@ impl List {
             Some(volume) => context.volume(volume).await?.volume_id,
             None => String::new(),
         };
-        let mut snapshots = Vec::new();
+        let copies = context.copies("snapshot").await;
+        let mut snapshots: Vec<SnapshotAnswer> = Vec::new();
         let mut starting_token = String::new();
         loop {
             let request = ListSnapshotsRequest {
@@ -208,6 +234,16 @@ impl List {
             }));
             starting_token = page.next_token;
             if starting_token.is_empty() {
+                // Some may be complete meanwhile.
+                let copies = copies.into_iter().filter(|copy| {
+                    (source_volume_id.is_empty() || copy.source_id == source_volume_id)
+                        && snapshots.iter().all(|one| one.snapshot_id != copy.id)
+                });
+                let copies: Vec<_> = copies.collect();
+                snapshots.extend(copies.into_iter().map(|copy| {
+                    let source = name(&copy.source_id);
+                    SnapshotAnswer::being_copied(copy, source)
+                }));
                 return Ok(SnapshotsAnswer::Are { snapshots, omitted });
             }
         }
@@ -248,7 +284,11 @@ impl Answer for SnapshotsAnswer {
                         source.to_owned(),
                         human(snapshot.size_bytes),
                         snapshot.creation_time.map(utc).unwrap_or_default(),
-                        if snapshot.ready_to_use { "yes" } else { "no" }.to_owned(),
+                        match &snapshot.progress {
+                            Some(progress) => format!("no, {progress}"),
+                            None if snapshot.ready_to_use => "yes".to_owned(),
+                            None => "no".to_owned(),
+                        },
                         snapshot.snapshot_id.clone(),
                     ]
                 });

@@ -9,6 +9,7 @@ use super::{
     answer::{Answer, fields, table},
     args::{AccessArgs, NewVolumeArgs, at_least, from_snapshot, from_volume},
     context::Context,
+    copies::CopyAnswer,
     error::CliError,
     resolve::name_of,
 };
@@ -192,11 +193,12 @@ impl Context {
 
     async fn create(&self, request: CreateVolumeRequest) -> Result<Volume, CliError> {
         let doing = format!("create {}", request.name);
-        let label = format!("creating {}", request.name);
+        let name = request.name.clone();
+        let label = format!("creating {name}");
         let work = self.controller(doing.clone(), request, async |mut client, request| {
             client.create_volume(request).await
         });
-        let created = self.showing(&label, "", work).await?;
+        let created = self.showing_copy(&label, "volume", &name, work).await?;
         created.volume.ok_or(CliError::MissingField {
             doing,
             missing: "volume",
@@ -220,7 +222,7 @@ impl Context {
     }
 }
 
-/// Lists all volumes
+/// Lists all volumes, and those that are still being copied
 #[derive(Args, Debug)]
 #[command(after_help = "\
 A pool or cluster that cannot be reached is left out with a warning (exit code 1).
@@ -233,6 +235,9 @@ pub struct List {}
 #[derive(Debug, Serialize)]
 pub struct VolumeList {
     volumes: Vec<VolumeAnswer>,
+    /// The volumes that are still being copied.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    copies: Vec<CopyAnswer>,
     /// What the list omits, in sentences.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     omitted: Vec<String>,
@@ -251,9 +256,15 @@ impl VolumeList {
 impl List {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<VolumeList, CliError> {
+        let mut copies = context.copies("volume").await;
         let (volumes, omitted) = context.list_what_can_be_reached().await?;
-        let volumes = volumes.into_iter().map(VolumeAnswer::from).collect();
-        Ok(VolumeList { volumes, omitted })
+        // Complete meanwhile.
+        copies.retain(|copy| volumes.iter().all(|volume| volume.volume_id != copy.id));
+        Ok(VolumeList {
+            volumes: volumes.into_iter().map(VolumeAnswer::from).collect(),
+            copies: copies.into_iter().map(CopyAnswer::from).collect(),
+            omitted,
+        })
     }
 }
 
@@ -270,7 +281,12 @@ impl Answer for VolumeList {
             ]
         });
         let header = ["NAME", "SIZE", "BACKEND", "POOL", "ID"];
-        table(header, rows, "there are no volumes")
+        let mut text = table(header, rows, "there are no volumes");
+        for copy in &self.copies {
+            text.push('\n');
+            text.push_str(&copy.text());
+        }
+        text
     }
 }
 

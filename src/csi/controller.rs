@@ -27,10 +27,12 @@ use crate::{
     secret::Secrets,
 };
 
+mod copies;
 mod node;
 mod publish;
 mod service;
 
+pub use copies::CopyService;
 pub use node::WhichNode;
 
 /// Serves the calls of external-provisioner, -attacher, -resizer and -snapshotter.

@@ -13,7 +13,7 @@ use crate::{
     ceph::client::library::Libraries,
     config,
     csi::{
-        controller::{Controller, WhichNode},
+        controller::{Controller, CopyService, WhichNode},
         identity::Identity,
         validate,
     },
@@ -23,9 +23,12 @@ use crate::{
     lane::Lanes,
     observe::{Readiness, http, logs, metrics},
     pool::{Pool, PoolSpec, Pools, Scope},
-    proto::csi::{
-        controller_server::ControllerServer, identity_server::IdentityServer,
-        node_server::NodeServer,
+    proto::{
+        admin::controller_admin_server::ControllerAdminServer,
+        csi::{
+            controller_server::ControllerServer, identity_server::IdentityServer,
+            node_server::NodeServer,
+        },
     },
     provision::{
         ProvisionError, StoreKind, Stores,
@@ -203,8 +206,9 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     started.set(None);
     let identity = Identity::new(&name, started);
     let controller = Controller::new(stores.clone(), &name, node_id, options.alpha_capabilities);
-    let mut routes =
-        Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));
+    let mut routes = Routes::new(IdentityServer::new(identity))
+        .add_service(ControllerServer::new(controller))
+        .add_service(ControllerAdminServer::new(CopyService::new(copies.clone())));
     if let Some(id) = node_id {
         routes = routes.add_service(NodeServer::new(WhichNode::new(&name, id)));
     }

@@ -8,11 +8,11 @@ use std::{
 
 use serde_json::Value;
 use testkit::{
-    Content, Controller, ControllerSetup, Node, NodeSetup, Sandbox, StuckFile, StuckTree, program,
-    refused, request, story,
+    Content, Controller, ControllerSetup, Node, NodeSetup, Sandbox, StuckFile, StuckTree,
+    eventually, program, refused, request, run, story,
 };
 use tonic::Code::{DeadlineExceeded, Unavailable};
-use uring_csi::proto::csi::ListVolumesRequest;
+use uring_csi::proto::csi::{ListSnapshotsRequest, ListVolumesRequest};
 
 /// uringctl with the sockets of a story's agents.
 pub struct Operator {
@@ -188,6 +188,65 @@ fn an_incomplete_list_names_the_hung_pool() {
         let snapshot = snapshots["snapshots"][0]["snapshot_id"].as_str().unwrap();
         operator.json(&["snapshot", "delete", snapshot]);
         operator.json(&["delete", "here"]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_copy_under_way_is_shown_as_not_ready() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let controller = Controller::start(sandbox).await;
+        let operator = Operator::new(&node, &controller);
+        let source = operator.json(&["create", "source", "64Mi"]);
+        let claims = sandbox.pool("main").join(".uring-csi/claims");
+        std::fs::create_dir_all(&claims).unwrap();
+        // A copy claims its source first.
+        let stuck = StuckTree::new(&claims);
+        stuck.stop_all();
+        let copies = [
+            operator.start(&["snapshot", "create", "source", "as-it-was"]),
+            operator.start(&["clone", "source", "copy"]),
+        ];
+        let listed = eventually("the copies are listed", async || {
+            let snapshots = operator.json(&["snapshot", "list"]);
+            let volumes = operator.json(&["list"]);
+            let both = snapshots["snapshots"][0].is_object() && volumes["copies"][0].is_object();
+            both.then_some((snapshots, volumes))
+        });
+        let (snapshots, volumes) = listed.await;
+        let snapshot = &snapshots["snapshots"][0];
+        assert_eq!(snapshot["ready_to_use"], false, "{snapshots}");
+        assert_eq!(snapshot["copied_bytes"], 0, "{snapshots}");
+        assert_eq!(snapshot["source_volume_id"], source["volume_id"]);
+        assert_eq!(volumes["volumes"].as_array().unwrap().len(), 1);
+        assert_eq!(volumes["copies"][0]["name"], "copy");
+        let (_, text, _) = operator.run(&["snapshot", "list"]);
+        assert!(text.contains("no, 0 of 64Mi copied"), "{text}");
+        let (_, text, _) = operator.run(&["list"]);
+        assert!(text.contains("copy: 0 of 64Mi copied"), "{text}");
+        // What is not complete is in no list of CSI.
+        let all = request(ListSnapshotsRequest::default(), Duration::from_secs(60));
+        let all = controller.client().list_snapshots(all).await.unwrap();
+        assert!(all.into_inner().entries.is_empty());
+
+        run(&["umount", "-l", claims.to_str().unwrap()]);
+        drop(stuck);
+        let _ = copies.map(Operator::end);
+        operator.json(&["snapshot", "create", "source", "as-it-was"]);
+        operator.json(&["clone", "source", "copy"]);
+        let snapshots = operator.json(&["snapshot", "list"]);
+        assert_eq!(
+            snapshots["snapshots"][0]["ready_to_use"], true,
+            "{snapshots}"
+        );
+        assert_eq!(operator.json(&["list"])["copies"], Value::Null);
+        let snapshot = snapshots["snapshots"][0]["snapshot_id"].as_str().unwrap();
+        operator.json(&["snapshot", "delete", snapshot]);
+        operator.json(&["delete", "source", "copy"]);
         node.assert_clean().await;
     });
 }
