@@ -34,7 +34,6 @@ impl Pool {
     /// The room of this pool. Counts every image, also of static volumes; blocks that
     /// reflinked images share count in each.
     pub fn room(&self) -> Result<Room, PoolError> {
-        let fs = self.statvfs()?;
         let failed = |step| move |error| self.io(step, &self.dir, error);
         let mut promised = 0_u64;
         for entry in std::fs::read_dir(&self.dir).map_err(failed("list"))? {
@@ -50,6 +49,9 @@ impl Pool {
                 Err(error) => return Err(self.io("look at", &entry.path(), error)),
             }
         }
+        // Last: what is written meanwhile lowers both, and counts as promised still. Read
+        // first, it would count as free as well, and be given away.
+        let fs = self.statvfs()?;
         Ok(Room {
             free: fs.f_bavail.saturating_mul(fs.f_frsize),
             promised,

@@ -207,3 +207,38 @@ proptest! {
         }
     }
 }
+
+/// Writing to an image lowers the free and the promised bytes alike.
+#[test]
+fn a_count_of_the_room_during_writes_finds_none_too_many() {
+    let counted = std::thread::spawn(|| {
+        // A file system of its own.
+        let sandbox = testkit::Sandbox::new();
+        let pool = Pool {
+            name: "p".to_owned(),
+            dir: sandbox.pool("counted"),
+            scope: Scope::Shared,
+            mounted: false,
+        };
+        let image = |n: u32| {
+            let file = File::create(pool.image_path(&format!("{n}.img"))).unwrap();
+            file.set_len(1 << 20).unwrap();
+            file
+        };
+        let images: Vec<_> = (0..500).map(image).collect();
+        let there = pool.room().unwrap().available();
+        std::thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                for image in images.iter().cycle().take(20_000) {
+                    let at = image.metadata().unwrap().blocks() * 512;
+                    image.write_all_at(&[7; 4096], at).unwrap();
+                }
+            });
+            while !writer.is_finished() {
+                let counted = pool.room().unwrap().available();
+                assert!(counted <= there, "{counted} of {there}");
+            }
+        });
+    });
+    counted.join().unwrap();
+}
