@@ -23,6 +23,7 @@ mod backends;
 mod by_exec;
 mod calls;
 mod ceph;
+mod copies;
 mod faults;
 mod life;
 mod listings;
@@ -68,6 +69,7 @@ fn main() -> ExitCode {
         }
         ("pools", _) => {
             listings::of_pools(&mut criterion, &rig);
+            copies::of_pools(&mut criterion, &rig);
             true
         }
         ("ceph", Some(ceph)) => {
