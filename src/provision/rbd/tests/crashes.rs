@@ -217,7 +217,12 @@ impl Home {
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        panic!("crashed at {at}, it left {:?}", self.left());
+        panic!(
+            "crashed at {at}, it left {:?}; images: {}; trash: {}",
+            self.left(),
+            self.cluster.rbd(&["ls", "--long", &self.pool]),
+            self.cluster.rbd(&["trash", "ls", "--all", "--long", &self.pool]),
+        );
     }
 }
 
