@@ -16,6 +16,7 @@ mod copies;
 mod error;
 mod flow;
 mod held;
+mod orphans;
 mod progress;
 mod reattach;
 mod repair;
@@ -125,6 +126,7 @@ enum Command {
     List(volumes::List),
     Expand(volumes::Expand),
     Snapshot(snapshots::Snapshots),
+    Orphans(orphans::Orphans),
     Stage(attach::Stage),
     Publish(attach::Publish),
     Unpublish(attach::Unpublish),
@@ -198,6 +200,11 @@ impl Cli {
             }
             Command::Expand(it) => print(&it.run(context).await?, json),
             Command::Snapshot(it) => {
+                let answer = it.run(context).await?;
+                print(&answer, json)?;
+                answer.require_complete()
+            }
+            Command::Orphans(it) => {
                 let answer = it.run(context).await?;
                 print(&answer, json)?;
                 answer.require_complete()

@@ -12,7 +12,7 @@ pub mod csi {
     include!(concat!(env!("OUT_DIR"), "/csi.v1.redacted.rs"));
 }
 
-/// `uring_csi.v1`: the node agent's own calls.
+/// `uring_csi.v1`: the node agent's and the controller's own calls.
 pub mod admin {
     #![allow(missing_docs, clippy::pedantic)]
     tonic::include_proto!("uring_csi.v1");

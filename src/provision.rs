@@ -15,11 +15,12 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::{error_chain, secret::Secrets};
+use crate::{Done, error_chain, secret::Secrets};
 
 mod copy;
 mod error;
 pub mod images;
+mod orphan;
 mod params;
 mod range;
 pub mod rbd;
@@ -27,6 +28,7 @@ mod serialized;
 mod stores;
 
 pub use error::ProvisionError;
+pub use orphan::{Orphan, OrphanKind, OrphanReport};
 pub use params::Parameters;
 pub use range::Range;
 pub use serialized::within;
@@ -383,4 +385,16 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         volume: Option<&str>,
         secrets: &Secrets,
     ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError>;
+    /// The clusters that are searched for orphans, each apart.
+    fn orphan_clusters(&self) -> Result<Vec<String>, ProvisionError> {
+        Ok(Vec::new())
+    }
+    /// The orphans of such a cluster. Changes nothing.
+    fn orphans(&self, _cluster_id: &str) -> Result<OrphanReport, ProvisionError> {
+        Ok(OrphanReport::default())
+    }
+    /// Removes the orphan of that path, unless it must stay.
+    fn remove_orphan(&self, _cluster_id: &str, path: &str) -> Result<Done, ProvisionError> {
+        Err(ProvisionError::NoOrphans(path.to_owned()))
+    }
 }

@@ -11,6 +11,7 @@ use crate::{
         admin::{
             GetAgentInfoRequest, GetAgentInfoResponse, HeldVolume, ListHeldVolumesRequest,
             controller_admin_client::ControllerAdminClient, node_admin_client::NodeAdminClient,
+            orphan_admin_client::OrphanAdminClient,
         },
         csi::{
             controller_client::ControllerClient, identity_client::IdentityClient,
@@ -116,6 +117,10 @@ impl Context {
     service! {
         /// A call of the controller's own service.
         controller_admin, controller_socket, ControllerAdminClient
+    }
+    service! {
+        /// A call about orphans to the controller.
+        orphan_admin, controller_socket, OrphanAdminClient
     }
     service! {
         /// A call of the supervisor of the rbd-nbd daemons.

@@ -103,6 +103,12 @@ pub enum CliError {
         /// The value of `--confirm`.
         with: String,
     },
+    /// Orphans to be removed without `--yes`, where no one can be asked.
+    #[error("{0}; to do it, repeat the command with --yes")]
+    Unanswered(String),
+    /// The answer was no.
+    #[error("nothing was removed")]
+    Declined,
     /// A list was printed, and is incomplete.
     #[error("the list is incomplete: {}", .0.join("; "))]
     IncompleteList(Vec<String>),
@@ -173,12 +179,14 @@ impl CliError {
             | Self::MissingField { .. }
             | Self::CallsFailed(_)
             | Self::Interrupted
+            | Self::Declined
             | Self::Left(_)
             | Self::Claim(_)
             | Self::Io { .. } => 1,
             Self::NoSuchVolume(_) | Self::NotHeld(_) => 3,
             Self::Ambiguous { .. }
             | Self::Unconfirmed { .. }
+            | Self::Unanswered(_)
             | Self::BadArguments(_)
             | Self::BadFile { .. }
             | Self::Credentials(_) => 2,

@@ -29,11 +29,13 @@ use crate::{
 
 mod copies;
 mod node;
+mod orphans;
 mod publish;
 mod service;
 
 pub use copies::CopyService;
 pub use node::WhichNode;
+pub use orphans::OrphanService;
 
 /// Serves the calls of external-provisioner, -attacher, -resizer and -snapshotter.
 #[derive(Debug)]

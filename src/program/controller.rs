@@ -13,7 +13,7 @@ use crate::{
     ceph::client::library::Libraries,
     config,
     csi::{
-        controller::{Controller, CopyService, WhichNode},
+        controller::{Controller, CopyService, OrphanService, WhichNode},
         identity::Identity,
         validate,
     },
@@ -24,7 +24,9 @@ use crate::{
     observe::{Readiness, http, logs, metrics},
     pool::{Pool, PoolSpec, Pools, Scope},
     proto::{
-        admin::controller_admin_server::ControllerAdminServer,
+        admin::{
+            controller_admin_server::ControllerAdminServer, orphan_admin_server::OrphanAdminServer,
+        },
         csi::{
             controller_server::ControllerServer, identity_server::IdentityServer,
             node_server::NodeServer,
@@ -208,7 +210,8 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     let controller = Controller::new(stores.clone(), &name, node_id, options.alpha_capabilities);
     let mut routes = Routes::new(IdentityServer::new(identity))
         .add_service(ControllerServer::new(controller))
-        .add_service(ControllerAdminServer::new(CopyService::new(copies.clone())));
+        .add_service(ControllerAdminServer::new(CopyService::new(copies.clone())))
+        .add_service(OrphanAdminServer::new(OrphanService::new(stores.clone())));
     if let Some(id) = node_id {
         routes = routes.add_service(NodeServer::new(WhichNode::new(&name, id)));
     }

@@ -84,6 +84,16 @@ pub enum ProvisionError {
         /// The missing option.
         option: &'static str,
     },
+    /// Orphans of another store.
+    #[error("{0} is not in a Ceph cluster, and only there are orphans found")]
+    NoOrphans(String),
+    /// A cluster has not answered in time.
+    #[error("cluster {cluster_id:?} has not answered for {} s", after.as_secs())]
+    SilentCluster {
+        cluster_id: String,
+        /// The time waited.
+        after: Duration,
+    },
     /// The controller was started without a store.
     #[error("this controller was started without any storage; add --pool or --ceph-config")]
     NoBackend,
@@ -240,6 +250,7 @@ impl ProvisionError {
             | Self::PoolNotGiven { .. }
             | Self::HandleOfNoBackend { .. }
             | Self::NoBackend
+            | Self::NoOrphans(_)
             | Self::LoopDevice { .. }
             | Self::Exported(_)
             | Self::WritersUnknown { .. }
@@ -251,7 +262,7 @@ impl ProvisionError {
             | Self::Lost { .. }
             | Self::Unrecorded { .. }
             | Self::Claim(ClaimError::Corrupt { .. }) => Kind::Internal,
-            Self::Silent { .. } | Self::Full(_) => Kind::Transient,
+            Self::Silent { .. } | Self::SilentCluster { .. } | Self::Full(_) => Kind::Transient,
             Self::Io { source, .. } => of_io(source),
             Self::Rbd(error) => error.kind(),
             Self::Pool(error) | Self::Claim(ClaimError::Pool(error)) => match error {

@@ -11,6 +11,7 @@
 //! fencing    nodes that do not release a volume
 //! trash      deleted images, removed in the background
 //! listing    for calls without secrets
+//! orphans    what no volume and no snapshot refers to
 //! ```
 //!
 //! A request carries the user and key of its cluster in its secrets; connections
@@ -28,10 +29,11 @@ use std::{
 
 use super::{
     Abilities, Capacity, CapacityRequest, ListEntry, ListRequest, NewSnapshot, NewVolume,
-    ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo,
-    VolumeCondition, VolumeInfo, VolumeUse, serialized::KeyedMutex,
+    OrphanReport, ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release,
+    SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse, serialized::KeyedMutex,
 };
 use crate::{
+    Done,
     ceph::{
         client::{Credentials, connections::Connections, rados::Timeouts},
         csi_format::{
@@ -55,10 +57,12 @@ mod fencing;
 mod flatten;
 mod found;
 mod image_size;
+mod left_snapshots;
 mod listing;
 mod lookup;
 mod metadata;
 mod operators;
+mod orphans;
 mod qos;
 mod snapshots;
 mod store;
@@ -93,13 +97,14 @@ pub struct Settings<'a> {
     pub fence_after: Option<Duration>,
     /// The intervals that keep replicas of a controller apart in the trash.
     pub purge: PurgeTimes,
-    /// A create of ceph-csi that is younger is left to ceph-csi: [`QUIET_FOR`].
+    /// A create of ceph-csi that is younger is left to ceph-csi, and nothing younger is an
+    /// orphan: [`QUIET_FOR`].
     pub quiet_for: Duration,
 }
 
 /// How long ceph-csi must not have changed the journal's entry of an incomplete image before
 /// this driver continues with it. ceph-csi's controller must not run beside this one; if it
-/// does all the same, it may be at work on the image.
+/// does all the same, it may be at work on the image. Nothing younger counts as an orphan.
 pub const QUIET_FOR: Duration = Duration::from_secs(60);
 
 /// The store of RBD images, which all calls share. Most of its functions block.
@@ -273,6 +278,18 @@ impl Provisioner for RbdStore {
         secrets: &Secrets,
     ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError> {
         self.list_snapshots(what, volume, secrets)
+    }
+
+    fn orphan_clusters(&self) -> Result<Vec<String>, ProvisionError> {
+        Ok(self.orphan_clusters()?)
+    }
+
+    fn orphans(&self, cluster_id: &str) -> Result<OrphanReport, ProvisionError> {
+        Ok(self.orphans(cluster_id)?)
+    }
+
+    fn remove_orphan(&self, cluster_id: &str, path: &str) -> Result<Done, ProvisionError> {
+        self.remove_orphan(cluster_id, path)
     }
 }
 

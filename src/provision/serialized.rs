@@ -126,6 +126,13 @@ impl KeyedMutex {
         self.mutex(key).blocking_lock_owned()
     }
 
+    /// Whether a call has the key now.
+    pub fn is_held(&self, key: &str) -> bool {
+        let mutexes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let live = mutexes.get(key).and_then(Weak::upgrade);
+        live.is_some_and(|mutex| mutex.try_lock().is_err())
+    }
+
     fn mutex(&self, key: &str) -> Arc<tokio::sync::Mutex<()>> {
         let mut mutexes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         mutexes.retain(|_, mutex| mutex.strong_count() > 0);
@@ -150,7 +157,9 @@ mod tests {
         let one = keyed.lock("one").await;
         assert!(keyed.lock("one").now_or_never().is_none());
         let two = keyed.lock("two").await;
+        assert!(keyed.is_held("one"));
         drop(one);
+        assert!(!keyed.is_held("one"));
         assert!(keyed.lock("one").now_or_never().is_some());
         drop(two);
         let three = keyed.lock("three").await;

@@ -29,6 +29,8 @@ use crate::{
     secret::Secrets,
 };
 
+mod orphans;
+
 /// All stores of a controller.
 #[derive(Clone, Debug)]
 pub struct Stores {

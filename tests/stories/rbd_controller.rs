@@ -34,6 +34,7 @@ mod classes;
 mod crashes;
 mod exits;
 mod fencing;
+mod orphans;
 mod takeover;
 
 const GIB: u64 = 1 << 30;

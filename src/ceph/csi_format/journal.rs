@@ -81,7 +81,8 @@ impl Journal {
         self.kind
     }
 
-    fn key(&self, name: &str) -> String {
+    /// The key of a name in the directory; of a uuid's text: the object of its entry.
+    pub fn key(&self, name: &str) -> String {
         format!("{}{name}", self.kind.prefix())
     }
 

@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// A request, and how long its call may wait for the work.
-fn taken<Q>(request: Request<Q>) -> (Q, Duration) {
+pub fn taken<Q>(request: Request<Q>) -> (Q, Duration) {
     let within = timeout(request.metadata());
     (request.into_inner(), within)
 }
@@ -29,7 +29,7 @@ fn taken<Q>(request: Request<Q>) -> (Q, Duration) {
 /// Runs one call, and answers it before its caller's timeout, so that the claim's events
 /// name what the work waits for. The work continues, and the next equal call waits for
 /// it.
-async fn answered<T>(
+pub async fn answered<T>(
     method: &'static str,
     subject: &str,
     within: Duration,

@@ -138,7 +138,7 @@ impl Attempt<'_> {
 
     /// Abandons it, unless it is complete or not this driver's, and removes its objects,
     /// the name and the entry last.
-    fn abandon(&self, known: Option<&JournalEntry>) -> Result<bool, RbdError> {
+    pub fn abandon(&self, known: Option<&JournalEntry>) -> Result<bool, RbdError> {
         let uuid = self.reserved.uuid;
         if !self.journal.abandon(self.pool, uuid, self.name)? {
             return Ok(false);

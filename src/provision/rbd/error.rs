@@ -211,6 +211,13 @@ pub enum RbdError {
         /// The names of the snapshots.
         snapshots: String,
     },
+    /// What was named to be removed is no orphan, or must stay.
+    #[error("{path} is not removed: {why}")]
+    NoOrphan {
+        path: String,
+        /// The reason, and what to do.
+        why: String,
+    },
     /// The snapshot belongs to a group.
     #[error("snapshot {handle:?} belongs to group {group:?}: delete the group, not its members")]
     InGroup {
@@ -249,6 +256,7 @@ impl RbdError {
             | Self::InUse { .. }
             | Self::Grouped { .. }
             | Self::NotReplayed { .. }
+            | Self::NoOrphan { .. }
             | Self::Snapshotted { .. }
             | Self::ClientNotRegistered { .. }
             | Self::NoLayering(_)

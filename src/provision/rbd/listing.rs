@@ -215,7 +215,7 @@ impl RbdStore {
 }
 
 /// The number of names read at once.
-const BATCH: u64 = 200;
+pub const BATCH: u64 = 200;
 
 /// The entries of a journal that fit a page, and one more.
 fn page<T>(
@@ -306,7 +306,7 @@ fn directories<'a>(
 }
 
 /// The pools of a cluster, in the order of their ids.
-fn pools(link: &ClusterConnection) -> Result<Vec<IoCtx>, RbdError> {
+pub fn pools(link: &ClusterConnection) -> Result<Vec<IoCtx>, RbdError> {
     let mut pools = Vec::new();
     for name in link.cluster.pools().map_err(RbdError::from)? {
         match link.pool(&name) {

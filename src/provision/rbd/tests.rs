@@ -8,6 +8,7 @@ mod encrypted;
 mod fencing;
 mod limits;
 mod mapping;
+mod orphans;
 mod pools;
 mod sources;
 mod stalls;

@@ -20,27 +20,23 @@
 //! the pool's list.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, SystemTime},
 };
 
 use serde_json::json;
-use uuid::Uuid;
 
-use super::{deletes::Deletes, error::RbdError};
+use super::{deletes::Deletes, error::RbdError, left_snapshots::sort_snapshots};
 use crate::{
     Kind,
-    ceph::{
-        client::{
-            CephError, or_missing,
-            rados::IoCtx,
-            rbd::{
-                self, Image, LinkedImage, OpenMode, SnapshotKind,
-                trash::{self, Trashed},
-            },
+    ceph::client::{
+        CephError, or_missing,
+        rados::IoCtx,
+        rbd::{
+            self, Image, LinkedImage, OpenMode,
+            trash::{self, Trashed},
         },
-        csi_format::journal::{self, JournalKind, TEMPORARY},
     },
     error_chain,
     lane::Lanes,
@@ -266,6 +262,14 @@ impl TrashPurger {
     }
 }
 
+/// The images that are listed to be removed from a pool's trash: id → name.
+pub fn listed(pool: &IoCtx) -> Result<BTreeMap<String, String>, CephError> {
+    match pool.omap_list(LIST, "") {
+        Err(error) if error.is_not_found() => Ok(BTreeMap::new()),
+        listed => listed,
+    }
+}
+
 fn key(pool: &IoCtx, image: &Discarded) -> (i64, String, String) {
     (
         pool.pool_id(),
@@ -370,16 +374,7 @@ fn users(pool: &IoCtx, id: &str) -> String {
 /// could never be removed. Nothing needs it once the volume is deleted. Any other snapshot is
 /// a user's, and keeps the image.
 fn drop_snapshots(pool: &IoCtx, trashed: &Trashed, image: Image) -> Result<(), RbdError> {
-    let (mut left, mut others) = (Vec::new(), Vec::new());
-    for snapshot in image.snapshots()? {
-        match snapshot.kind {
-            SnapshotKind::User if is_of_a_copy(pool, &trashed.name, &snapshot.name)? => {
-                left.push(snapshot.name);
-            }
-            SnapshotKind::User => others.push(snapshot.name),
-            _ => {}
-        }
-    }
+    let (left, others) = sort_snapshots(pool, &trashed.name, &image)?;
     drop(image);
     if !others.is_empty() {
         return Err(RbdError::Snapshotted {
@@ -397,27 +392,6 @@ fn drop_snapshots(pool: &IoCtx, trashed: &Trashed, image: Image) -> Result<(), R
         or_missing(image.snapshot_remove(&snapshot))?;
     }
     Ok(())
-}
-
-/// Whether a snapshot of an image is that of a copy ([`copies`](super::copies)): it has the
-/// name of the image that the copy makes of it.
-fn is_of_a_copy(pool: &IoCtx, image: &str, snapshot: &str) -> Result<bool, RbdError> {
-    let uuid = |name: &str| {
-        let at = name.len().checked_sub(36)?;
-        Uuid::try_parse(name.get(at..)?).ok()
-    };
-    if let Some(copy) = snapshot.strip_suffix(TEMPORARY) {
-        return Ok(uuid(copy).is_some());
-    }
-    let Some(uuid) = uuid(snapshot) else {
-        return Ok(false);
-    };
-    // The last snapshot of a copy: that of a snapshot's image, or of the image between.
-    if image.strip_suffix(TEMPORARY).unwrap_or(image) == snapshot {
-        return Ok(true);
-    }
-    let entry = journal::read(JournalKind::Snapshot, pool, uuid)?;
-    Ok(entry.is_some_and(|entry| entry.image == snapshot))
 }
 
 /// Whether the cluster has an active manager; without one, a command to it would wait.

@@ -167,7 +167,7 @@ impl Home {
     }
 
     /// Whether a victim was ended before it was done.
-    fn crashes(&self, at: usize, deletes: (&[String], &[String])) -> bool {
+    pub(super) fn crashes(&self, at: usize, deletes: (&[String], &[String])) -> bool {
         let mut victim = self.victim(deletes);
         let victim = victim.env("CRASH_AT", at.to_string()).output().unwrap();
         let said = String::from_utf8_lossy(&victim.stdout);
