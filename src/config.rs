@@ -12,6 +12,7 @@ use clap::{ArgAction, Args, Command, Parser, error::ErrorKind};
 
 use crate::{
     csi::{identity::DEFAULT_DRIVER_NAME, validate},
+    endpoint::Endpoint,
     observe::logs,
 };
 
@@ -40,6 +41,10 @@ pub struct PluginOptions {
     /// The name of the CSI driver.
     #[arg(long, env = "URING_CSI_DRIVER_NAME", default_value = DEFAULT_DRIVER_NAME, value_parser = validate::driver_name, value_name = "NAME")]
     pub driver_name: String,
+    /// A socket of its own to serve csi-addons' sidecar on; without it csi-addons is not
+    /// served.
+    #[arg(long, env = "URING_CSI_ADDONS_ENDPOINT", value_name = "ENDPOINT")]
+    pub csi_addons_endpoint: Option<Endpoint>,
     /// Serve /metrics, /healthz and /readyz on this address.
     #[arg(long, env = "URING_CSI_METRICS_LISTEN", value_name = "ADDR")]
     pub metrics_listen: Option<SocketAddr>,

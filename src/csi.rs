@@ -4,6 +4,7 @@
 //! agent, [`validate`] has the rules for every request, [`status`] the one table of codes,
 //! [`crate::endpoint`] the sockets.
 
+pub mod addons;
 #[cfg(feature = "node")]
 pub mod admin;
 pub mod call;

@@ -51,10 +51,10 @@ pub enum ServeError {
     #[error("endpoint {0:?} is not of the form unix:///path/to/socket")]
     BadEndpoint(String),
     /// Another process serves there.
-    #[error("a live process serves on {path}; stop it, or choose another --endpoint")]
+    #[error("a live process serves on {path}; stop it, or choose another endpoint")]
     Live { path: PathBuf },
     /// The path is a file that is no socket.
-    #[error("{path} is a file, not a socket, and stays; choose another --endpoint")]
+    #[error("{path} is a file, not a socket, and stays; choose another endpoint")]
     NotASocket { path: PathBuf },
     /// The socket could not be made.
     #[error("cannot {what} {path}")]

@@ -16,6 +16,8 @@ pub(crate) mod grow;
 pub(crate) mod mkfs;
 #[cfg(feature = "node")]
 pub mod probe;
+#[cfg(feature = "node")]
+pub(crate) mod trim;
 
 /// The file systems that the driver makes and mounts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -36,6 +36,8 @@ pub mod pidfd;
 pub mod privileges;
 #[cfg(feature = "node")]
 pub mod sysfs;
+#[cfg(feature = "node")]
+pub mod trim;
 pub mod watched;
 #[cfg(feature = "controller")]
 pub mod writeback;

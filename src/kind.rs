@@ -12,6 +12,8 @@ pub enum Kind {
     Conflict,
     /// Request a size that is possible.
     OutOfRange,
+    /// Do without: the volume, or its backend, does not support the operation.
+    Unsupported,
     /// Change something first: no repeat succeeds before that.
     Precondition,
     /// Make room, or use less.

@@ -6,5 +6,7 @@
 pub mod controller;
 #[cfg(feature = "node")]
 pub mod node;
+#[cfg(any(feature = "node", feature = "controller"))]
+mod sockets;
 #[cfg(feature = "holder")]
 pub mod supervisor;

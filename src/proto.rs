@@ -27,6 +27,8 @@ pub mod holder {
     include!(concat!(env!("OUT_DIR"), "/uring_csi.holder.v1.redacted.rs"));
 }
 
+pub mod addons;
+
 /// Every definition, for gRPC server reflection.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
 
@@ -63,6 +65,7 @@ impl fmt::Debug for RedactedContext<'_> {
 #[cfg(test)]
 mod tests {
     use super::{
+        addons::encryptionkeyrotation::EncryptionKeyRotateRequest,
         csi::{NodeExpandVolumeRequest, NodePublishVolumeRequest, NodeStageVolumeRequest},
         holder::MapRequest,
     };
@@ -101,7 +104,13 @@ mod tests {
             key: "hunter2".to_owned(),
             ..Default::default()
         };
-        let text = format!("{map:?}");
-        assert!(text.contains("***7 stripped***"), "{text}");
+        let rotate = EncryptionKeyRotateRequest {
+            encryption_key: "hunter2".to_owned(),
+            ..Default::default()
+        };
+        for text in [format!("{map:?}"), format!("{rotate:?}")] {
+            assert!(!text.contains("hunter2"), "{text}");
+            assert!(text.contains("***7 stripped***"), "{text}");
+        }
     }
 }

@@ -1,10 +1,13 @@
 //! The Node service: requests parsed into [`crate::volume`]'s calls.
 
-use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use tonic::Status;
 
-use super::{identity::Segment, validate};
+use super::{
+    identity::Segment,
+    validate::{self, clean},
+};
 use crate::{
     capability::{AccessMode, AccessType, Capability},
     device::{Fencing, Source},
@@ -288,12 +291,6 @@ fn refuse_unsafe(capability: &Capability) -> Result<(), Status> {
         ));
     }
     Ok(())
-}
-
-/// The path without a trailing slash, double slashes and dots, so that equal paths have
-/// equal texts.
-fn clean(path: &str) -> PathBuf {
-    PathBuf::from(path).components().collect()
 }
 
 fn bytes(field: &str, value: i64) -> Result<u64, Status> {

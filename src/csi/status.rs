@@ -47,6 +47,7 @@ fn code(kind: Kind) -> Code {
         Kind::NotFound => Code::NotFound,
         Kind::Conflict => Code::AlreadyExists,
         Kind::OutOfRange => Code::OutOfRange,
+        Kind::Unsupported => Code::Unimplemented,
         Kind::Precondition => Code::FailedPrecondition,
         Kind::Exhausted => Code::ResourceExhausted,
         Kind::Unauthenticated => Code::Unauthenticated,

@@ -5,6 +5,8 @@
 //! Every failure is `INVALID_ARGUMENT` and names the field.
 
 use std::collections::HashMap;
+#[cfg(feature = "node")]
+use std::path::PathBuf;
 
 use tonic::Status;
 
@@ -70,6 +72,13 @@ pub fn optional_path(field: &str, value: &str) -> Result<(), Status> {
         return Err(invalid(field, format!("{value:?} is not an absolute path")));
     }
     Ok(())
+}
+
+/// The path without a trailing slash, double slashes and dots, so that equal paths have
+/// equal texts.
+#[cfg(feature = "node")]
+pub fn clean(path: &str) -> PathBuf {
+    PathBuf::from(path).components().collect()
 }
 
 /// A map within its size limit, without control characters except the white space

@@ -227,6 +227,10 @@ pub trait BackendVolume {
     fn reads_as_zero(&self) -> Result<bool, DeviceError> {
         Ok(false)
     }
+    /// The space that the source takes, where that is known.
+    fn allocated_bytes(&self) -> Option<u64> {
+        None
+    }
     /// Makes the device at least `bytes` large if this node grows the source, and else
     /// follows the size that the controller or the server has given it.
     /// Returns the device's size in bytes.

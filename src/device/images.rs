@@ -1,7 +1,7 @@
 //! The backend `loop`: image files of pools, claimed, then put behind loop
 //! devices.
 
-use std::{fmt, path::Path, sync::Arc};
+use std::{fmt, os::unix::fs::MetadataExt as _, path::Path, sync::Arc};
 
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use serde::{Deserialize, Serialize};
@@ -359,6 +359,13 @@ impl BackendVolume for BoundImage<'_> {
     fn reads_as_zero(&self) -> Result<bool, DeviceError> {
         let file = self.pool()?.open_image(&self.source.image, false)?;
         loop_attach::is_all_hole(&file).map_err(io("look for data in the image"))
+    }
+
+    fn allocated_bytes(&self) -> Option<u64> {
+        let pool = self.pool().ok()?;
+        let image = pool.open_image(&self.source.image, false).ok()?;
+        // stat(2): in units of 512 bytes, whatever the size of a block.
+        Some(image.metadata().ok()?.blocks() * 512)
     }
 
     fn grow(&self, device: &Device, bytes: u64) -> Result<u64, DeviceError> {

@@ -13,6 +13,7 @@ use crate::{
     ceph::client::library::Libraries,
     config,
     csi::{
+        addons::identity::{AddonsIdentity, Operation},
         controller::{Controller, CopyService, OrphanService, WhichNode},
         identity::Identity,
         validate,
@@ -23,7 +24,9 @@ use crate::{
     lane::Lanes,
     observe::{Readiness, http, logs, metrics},
     pool::{Pool, PoolSpec, Pools, Scope},
+    program::sockets::Sockets,
     proto::{
+        addons::identity::identity_server::IdentityServer as AddonsIdentityServer,
         admin::{
             controller_admin_server::ControllerAdminServer, orphan_admin_server::OrphanAdminServer,
         },
@@ -184,6 +187,7 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
         return Err("no storage is configured: give --pool or --ceph-config, or both".into());
     }
     let pools = pools(options.pool, node_id)?;
+    let sockets = Sockets::new(options.endpoint.clone(), options.plugin.csi_addons_endpoint)?;
     let metrics = metrics::install()?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -206,7 +210,7 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     // CSI's Probe: a missing pool may be mounted later, and needs no restart.
     let started = Readiness::default();
     started.set(None);
-    let identity = Identity::new(&name, started);
+    let identity = Identity::new(&name, started.clone());
     let controller = Controller::new(stores.clone(), &name, node_id, options.alpha_capabilities);
     let mut routes = Routes::new(IdentityServer::new(identity))
         .add_service(ControllerServer::new(controller))
@@ -216,11 +220,17 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
         routes = routes.add_service(NodeServer::new(WhichNode::new(&name, id)));
     }
 
+    let operations = vec![Operation::ControllerService];
+    let addons = Routes::new(AddonsIdentityServer::new(AddonsIdentity::new(
+        &name, started, operations,
+    )));
+
     if let Some(address) = options.plugin.metrics_listen {
         runtime.spawn(http::serve(address, readiness.clone(), metrics));
     }
     runtime.block_on(async {
-        let listener = options.endpoint.bind().await?;
+        sockets.refuse_live().await?;
+        let listeners = sockets.take()?;
         tracing::info!(endpoint = %options.endpoint, driver = name, "serving");
         tokio::spawn(sweep(stores.clone()));
         tokio::spawn(purge_trash(stores.clone()));
@@ -231,7 +241,7 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
                 tracing::error!(%error, "cannot wait for signals; stopping");
             }
         };
-        listener.serve(routes, stop, GRACE).await?;
+        listeners.serve(routes, addons, stop, GRACE).await?;
         Ok(())
     })
 }

@@ -21,6 +21,10 @@ use crate::{
     },
     config,
     csi::{
+        addons::{
+            identity::{AddonsIdentity, Operation},
+            node::AddonsNode,
+        },
         admin::AdminService,
         identity::{Identity, Segment, once_each},
         node::NodeService,
@@ -31,7 +35,7 @@ use crate::{
         Backends, CephImages, Exports, ImageFiles, NodeFormatMarkers, PendingReleases, ThisNode,
         luks, nbd,
     },
-    endpoint::{Endpoint, Listener, shutdown_signal},
+    endpoint::{Endpoint, shutdown_signal},
     error_chain,
     kernel::{boot_id, descriptors, heap, privileges},
     lane::Lanes,
@@ -42,7 +46,12 @@ use crate::{
         metrics,
     },
     pool::{PoolSpec, Pools, Scope},
+    program::sockets::{Listeners, Sockets},
     proto::{
+        addons::{
+            identity::identity_server::IdentityServer as AddonsIdentityServer,
+            reclaimspace::reclaim_space_node_server::ReclaimSpaceNodeServer,
+        },
         admin::node_admin_server::NodeAdminServer,
         csi::{identity_server::IdentityServer, node_server::NodeServer},
     },
@@ -204,7 +213,7 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
     let begun = Instant::now();
     let readiness = Readiness::default();
     // First of all: two agents must never share a node.
-    let (listener, heartbeat) = take_node(&options.endpoint, &options.run_dir).await?;
+    let (listeners, heartbeat) = take_node(&options).await?;
     let lanes = Lanes::new(IDLE_LANES);
     let gates = gates(&options)?;
     let listen = options.plugin.metrics_listen;
@@ -279,10 +288,11 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
     }
     ring::spawn(watch(node.clone(), able.clone(), readiness.clone()));
     let handle = NodeHandle::new(node.clone());
+    let addons = addons_routes(&config.driver_name, able.clone(), handle.clone());
     let routes = Routes::default()
         .add_service(IdentityServer::new(Identity::new(
             &config.driver_name,
-            able,
+            able.clone(),
         )))
         .add_service(NodeServer::new(NodeService::new(
             handle.clone(),
@@ -299,23 +309,30 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
         micros = begun.elapsed().as_micros(),
         "serving"
     );
-    serve_until_shutdown(listener, routes, node).await
+    serve_until_shutdown(listeners, routes, addons, node).await
 }
 
-/// Takes the socket and the run directory over from a dead or stalled agent.
-async fn take_node(
-    endpoint: &Endpoint,
-    run_dir: &Path,
-) -> Result<(Listener, Arc<Heartbeat>), Failure> {
-    endpoint.refuse_live().await?;
+/// csi-addons' services.
+fn addons_routes(driver_name: &str, able: Readiness, node: NodeHandle) -> Routes {
+    let operations = vec![Operation::NodeService, Operation::ReclaimOnline];
+    let identity = AddonsIdentity::new(driver_name, able, operations);
+    Routes::new(AddonsIdentityServer::new(identity))
+        .add_service(ReclaimSpaceNodeServer::new(AddonsNode::new(node)))
+}
+
+/// Takes the sockets and the run directory over from a dead or stalled agent.
+async fn take_node(options: &NodeOptions) -> Result<(Listeners, Arc<Heartbeat>), Failure> {
+    let (csi, addons) = (&options.endpoint, &options.plugin.csi_addons_endpoint);
+    let sockets = Sockets::new(csi.clone(), addons.clone())?;
+    sockets.refuse_live().await?;
     // Locked until the process ends: calls may still run on lanes after the runtime.
-    let run_dir: &RunDir = Box::leak(Box::new(RunDir::lock(run_dir).await?));
+    let run_dir: &RunDir = Box::leak(Box::new(RunDir::lock(&options.run_dir).await?));
     ring::spawn(async {
         run_dir.keep().await;
         tracing::error!("another agent took over the run directory; exiting");
         std::process::exit(1);
     });
-    Ok((endpoint.take()?, run_dir.heartbeat()))
+    Ok((sockets.take()?, run_dir.heartbeat()))
 }
 
 /// Sets up the gates, and checks the limit of descriptors.
@@ -353,8 +370,9 @@ fn serve_metrics(
 
 /// Serves until SIGTERM. Calls on volumes wait until the node has restored its volumes.
 async fn serve_until_shutdown(
-    listener: Listener,
+    listeners: Listeners,
     routes: Routes,
+    addons: Routes,
     node: Arc<Node>,
 ) -> Result<(), Failure> {
     let restore_failed = async {
@@ -369,7 +387,7 @@ async fn serve_until_shutdown(
         }
     };
     tokio::select! {
-        served = listener.serve(routes, stop, GRACE) => Ok(served?),
+        served = listeners.serve(routes, addons, stop, GRACE) => Ok(served?),
         error = restore_failed => Err(error.into()),
     }
 }

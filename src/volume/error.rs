@@ -11,7 +11,7 @@ use crate::{
         openers::{self, Opener},
     },
     error_chain,
-    fs::{fsck::FsckError, grow::GrowError},
+    fs::{fsck::FsckError, grow::GrowError, trim::TrimError},
     mount::{
         attach::MountError, options::MountOptionError, ownership::OwnershipError, path::PathError,
         unmount::UnmountError,
@@ -157,6 +157,12 @@ pub enum Cause {
     /// Growing the file system failed.
     #[error(transparent)]
     Grow(#[from] GrowError),
+    /// Returning unused space failed.
+    #[error(transparent)]
+    Trim(#[from] TrimError),
+    /// The volume does not support the operation; the text says why.
+    #[error("{0}")]
+    Unsupported(String),
     /// The node has as many volumes as it may have.
     #[error("this node holds {limit} volumes already, as many as --max-volumes allows")]
     Full { limit: i64 },
@@ -227,6 +233,7 @@ impl Cause {
             Self::Path { source, .. } => source.kind(),
             Self::NotFound(_) => Kind::NotFound,
             Self::Incompatible { .. } => Kind::Conflict,
+            Self::Unsupported(_) | Self::Trim(TrimError::Unsupported) => Kind::Unsupported,
             Self::Precondition(_) | Self::Foreign { .. } => Kind::Precondition,
             Self::Pending(_) | Self::Occupied { .. } | Self::Busy { .. } => Kind::InUse,
             Self::Deadline(_) => Kind::Deadline,
@@ -244,6 +251,7 @@ impl Cause {
             | Self::Bind(_)
             | Self::Ownership(_)
             | Self::Io { .. }
+            | Self::Trim(TrimError::Io(_))
             | Self::Kept(_)
             // Not OUT_OF_RANGE: kubelet takes that as infeasible and tries no more.
             | Self::NotGrown { .. }

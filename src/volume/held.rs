@@ -33,6 +33,12 @@ pub enum Outcome {
     Done,
     /// The volume's size in bytes.
     Size(u64),
+    /// The space that the source took before and after unused space was returned, where
+    /// it is known.
+    Reclaimed {
+        before: Option<u64>,
+        after: Option<u64>,
+    },
     /// The previous content of a device that an operator had formatted.
     Was(String),
 }

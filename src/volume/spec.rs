@@ -167,6 +167,15 @@ pub struct Expand {
     pub limit: u64,
 }
 
+/// csi-addons' `NodeReclaimSpace`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reclaim {
+    /// Where the volume is staged; empty if the caller does not say.
+    pub staging_path: PathBuf,
+    /// Where it is published; empty if the caller does not say.
+    pub volume_path: PathBuf,
+}
+
 /// `NodeAdmin.FormatVolume`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Format {
@@ -208,6 +217,8 @@ pub enum Call {
     Unpublish(PathBuf),
     /// `NodeExpandVolume`.
     Expand(Expand),
+    /// csi-addons' `NodeReclaimSpace`.
+    Reclaim(Reclaim),
     /// `NodeAdmin.FormatVolume`.
     Format(Format),
 }
@@ -238,6 +249,10 @@ impl Call {
                 spec.volume_path = respell(&spec.volume_path);
                 spec.staging_path = respell(&spec.staging_path);
             }
+            Self::Reclaim(spec) => {
+                spec.volume_path = respell(&spec.volume_path);
+                spec.staging_path = respell(&spec.staging_path);
+            }
             Self::Format(_) | Self::ReleaseClaim(_) => {}
         }
         self
@@ -251,7 +266,11 @@ impl Call {
     /// Two publishes never: of some volumes only one target may be published.
     pub fn may_begin_beside(&self, other: &Self) -> bool {
         match (self, other) {
-            (Self::Unpublish(_), Self::Stage(_) | Self::Expand(_) | Self::Unpublish(_)) => true,
+            (
+                Self::Unpublish(_),
+                Self::Stage(_) | Self::Expand(_) | Self::Reclaim(_) | Self::Unpublish(_),
+            )
+            | (Self::Publish(_), Self::Reclaim(_)) => true,
             (Self::Unpublish(target), Self::Publish(spec)) => *target != spec.target_path,
             // The device's node must not appear while the device changes.
             (Self::Publish(spec), Self::Expand(_)) => spec.usage != Use::Block,
@@ -267,7 +286,7 @@ impl Call {
                 Some(&spec.target_path)
             }
             Self::Unstage(path) | Self::Unpublish(path) => Some(path),
-            Self::Expand(_) | Self::Format(_) | Self::ReleaseClaim(_) => None,
+            Self::Expand(_) | Self::Reclaim(_) | Self::Format(_) | Self::ReleaseClaim(_) => None,
         }
     }
 
@@ -285,6 +304,7 @@ impl Call {
             Self::Publish(_) | Self::Inline(_) => "NodePublishVolume",
             Self::Unpublish(_) => "NodeUnpublishVolume",
             Self::Expand(_) => "NodeExpandVolume",
+            Self::Reclaim(_) => "NodeReclaimSpace",
             Self::Format(_) => "FormatVolume",
         }
     }
@@ -384,7 +404,15 @@ mod tests {
                 limit: 0,
             })
         };
+        let reclaim = || {
+            Call::Reclaim(Reclaim {
+                staging_path: "/s".into(),
+                volume_path: PathBuf::new(),
+            })
+        };
         for (new, other) in [
+            (unpublish("/t"), reclaim()),
+            (publish("/t", mounted()), reclaim()),
             (unpublish("/t"), expand()),
             (unpublish("/t"), unpublish("/other")),
             (unpublish("/t"), publish("/other", mounted())),
@@ -401,6 +429,8 @@ mod tests {
             (publish("/t", mounted()), unpublish("/t")),
             (unstage(), unpublish("/t")),
             (unstage(), expand()),
+            (unstage(), reclaim()),
+            (reclaim(), expand()),
             (expand(), unpublish("/t")),
         ] {
             assert!(!new.may_begin_beside(&other), "{new:?} beside {other:?}");

@@ -30,7 +30,7 @@ use super::{
     held::{Answer, Outcome, Running, Volume},
     inline,
     progress::Progress,
-    publish,
+    publish, reclaim,
     spec::{Call, Request},
     stage, unpublish, unstage,
 };
@@ -148,6 +148,7 @@ async fn run(cx: Context<'_>, call: &Call) -> Result<Outcome, Cause> {
         Call::Inline(spec) => inline::publish(cx, spec).await,
         Call::Unpublish(path) => unpublish::unpublish(cx, path).await,
         Call::Expand(spec) => expand::expand(cx, spec).await,
+        Call::Reclaim(spec) => reclaim::reclaim(cx, spec).await,
         Call::Format(spec) => format::format(cx, spec).await,
     }
 }

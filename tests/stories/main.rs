@@ -9,6 +9,7 @@
 // The ban on children is the product's, not its tests'.
 #![allow(clippy::disallowed_methods, missing_docs)]
 
+mod addons;
 mod bench_command;
 mod block;
 mod controller_rules;

@@ -68,6 +68,13 @@ impl Controller {
 
     /// A ready controller.
     pub async fn start_with(sandbox: &Sandbox, setup: ControllerSetup) -> Self {
+        let controller = Self::prepare(sandbox, setup);
+        controller.start().await;
+        controller
+    }
+
+    /// A controller that is not started yet.
+    pub fn prepare(sandbox: &Sandbox, setup: ControllerSetup) -> Self {
         let name = setup.name;
         let mut args = Vec::new();
         for pool in setup.pools {
@@ -80,7 +87,6 @@ impl Controller {
             sandbox.dir().join(format!("{name}.log")),
             args,
         );
-        agent.start().await;
         Self {
             agent,
             secrets: setup.secrets,
