@@ -24,9 +24,11 @@ mod orphan;
 mod params;
 mod range;
 pub mod rbd;
+mod reclaims;
 mod serialized;
 mod stores;
 
+pub use crate::ceph::fencing::{BadCidr, Cidr};
 pub use error::ProvisionError;
 pub use orphan::{Orphan, OrphanKind, OrphanReport};
 pub use params::Parameters;
@@ -300,12 +302,19 @@ pub enum Release {
     Pending(ProvisionError, Duration),
 }
 
+const FENCES_NONE: &str = "image files are not behind a network that could be fenced";
+
 /// A store of volumes: image files, or images in Ceph clusters. Its calls block, so
 /// [`Stores`] runs them on lanes, those on one name or handle one after the other.
 /// Every call may be repeated and then has the same result.
 pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     /// Its optional abilities. Does not block.
     fn abilities(&self) -> Abilities;
+    /// Whether its volumes are in clusters: then it returns the unused space of those that
+    /// no node has, and shuts off networks. Does not block.
+    fn has_clusters(&self) -> bool {
+        false
+    }
     /// Checks that it can be used; an error says why not.
     fn check(&self) -> Result<(), ProvisionError>;
     /// Finishes or undoes the work of controllers that have ended; returns the failures.
@@ -322,6 +331,38 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         range: Range,
         secrets: &Secrets,
     ) -> Result<u64, ProvisionError>;
+    /// Returns the space of a volume that holds nothing but zeros. Does nothing to a volume
+    /// that a node has.
+    fn reclaim_space(&self, _handle: &str, _secrets: &Secrets) -> Result<(), ProvisionError> {
+        let why = "only a node that has the volume returns its unused space: image files";
+        Err(ProvisionError::Unsupported(why))
+    }
+    /// Shuts networks off from a cluster.
+    fn fence_networks(
+        &self,
+        _cluster_id: &str,
+        _networks: &[Cidr],
+        _secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
+        Err(ProvisionError::Unsupported(FENCES_NONE))
+    }
+    /// Ends what [`Self::fence_networks`] began.
+    fn unfence_networks(
+        &self,
+        _cluster_id: &str,
+        _networks: &[Cidr],
+        _secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
+        Err(ProvisionError::Unsupported(FENCES_NONE))
+    }
+    /// The networks that are shut off from a cluster.
+    fn fenced_networks(
+        &self,
+        _cluster_id: &str,
+        _secrets: &Secrets,
+    ) -> Result<Vec<Cidr>, ProvisionError> {
+        Err(ProvisionError::Unsupported(FENCES_NONE))
+    }
     /// Changes parameters of a volume.
     fn modify_volume(
         &self,

@@ -56,6 +56,7 @@ pub mod record;
 pub mod spec;
 mod stage;
 mod stats;
+mod storage_client;
 mod task;
 mod unmake;
 mod unpublish;
@@ -243,6 +244,11 @@ impl NodeHandle {
     /// A handle to the node.
     pub fn new(node: Arc<Node>) -> Self {
         Self(node)
+    }
+
+    /// Whether volumes of this node may be in clusters.
+    pub fn has_clusters(&self) -> bool {
+        self.0.backends.has_clusters()
     }
 
     /// Runs `job` with the node. It runs to its end even if the caller is

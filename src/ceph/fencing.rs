@@ -324,7 +324,9 @@ pub fn host_of(address: &str) -> &str {
 }
 
 mod fences;
+mod networks;
 #[cfg(test)]
 mod tests;
 
 pub use fences::{Fence, Fences};
+pub use networks::{BadCidr, Cidr, FencedNetworks, NetworkError};

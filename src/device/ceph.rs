@@ -44,11 +44,13 @@ mod lower_device;
 mod map;
 mod mounter;
 mod nbd_backed;
+mod own_client;
 mod registration;
 mod source;
 mod stage_file;
 
 pub use error::CephImageError;
+pub use own_client::StorageClient;
 pub use registration::ThisNode;
 pub use source::CephSource;
 pub use stage_file::STAGE_FILE;

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::{
     Source,
     backend::{BackendVolume, Condition, Device, FoundDevice, Owner},
-    ceph::CephImages,
+    ceph::{CephImages, StorageClient},
     error::DeviceError,
     exports::Exports,
     images::{BoundImage, ImageFiles},
@@ -18,6 +18,7 @@ use crate::{
     kernel::{Dev, block, sysfs},
     lane::Lanes,
     pool::{Pool, PoolError},
+    secret::Secrets,
 };
 
 /// The backends of this node.
@@ -48,6 +49,20 @@ impl Backends {
             Source::Rbd(image) => Source::Rbd(self.ceph.canonical(image)),
             Source::Loop(_) | Source::Nbd(_) => source.clone(),
         }
+    }
+
+    /// Whether sources may be in clusters.
+    pub fn has_clusters(&self) -> bool {
+        self.ceph.clusters.is_some()
+    }
+
+    /// The client by which this node uses a cluster.
+    pub fn own_client(
+        &self,
+        cluster_id: &str,
+        secrets: &Secrets,
+    ) -> Result<StorageClient, DeviceError> {
+        self.ceph.own_client(cluster_id, secrets)
     }
 
     /// This boot's id: devices of an earlier boot are gone.

@@ -13,7 +13,10 @@ use crate::{
     ceph::client::library::Libraries,
     config,
     csi::{
-        addons::identity::{AddonsIdentity, Operation},
+        addons::{
+            controller::AddonsController,
+            identity::{AddonsIdentity, Operation},
+        },
         controller::{Controller, CopyService, OrphanService, WhichNode},
         identity::Identity,
         validate,
@@ -26,7 +29,11 @@ use crate::{
     pool::{Pool, PoolSpec, Pools, Scope},
     program::sockets::Sockets,
     proto::{
-        addons::identity::identity_server::IdentityServer as AddonsIdentityServer,
+        addons::{
+            fence::fence_controller_server::FenceControllerServer,
+            identity::identity_server::IdentityServer as AddonsIdentityServer,
+            reclaimspace::reclaim_space_controller_server::ReclaimSpaceControllerServer,
+        },
         admin::{
             controller_admin_server::ControllerAdminServer, orphan_admin_server::OrphanAdminServer,
         },
@@ -220,10 +227,7 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
         routes = routes.add_service(NodeServer::new(WhichNode::new(&name, id)));
     }
 
-    let operations = vec![Operation::ControllerService];
-    let addons = Routes::new(AddonsIdentityServer::new(AddonsIdentity::new(
-        &name, started, operations,
-    )));
+    let addons = addons_routes(&name, started, &stores);
 
     if let Some(address) = options.plugin.metrics_listen {
         runtime.spawn(http::serve(address, readiness.clone(), metrics));
@@ -244,6 +248,19 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
         listeners.serve(routes, addons, stop, GRACE).await?;
         Ok(())
     })
+}
+
+/// csi-addons' services.
+fn addons_routes(driver_name: &str, started: Readiness, stores: &Stores) -> Routes {
+    let mut operations = vec![Operation::ControllerService];
+    if stores.has_clusters() {
+        operations.extend([Operation::ReclaimOffline, Operation::FenceNetworks]);
+    }
+    let identity = AddonsIdentity::new(driver_name, started, operations);
+    let controller = AddonsController::new(stores.clone());
+    Routes::new(AddonsIdentityServer::new(identity))
+        .add_service(ReclaimSpaceControllerServer::new(controller.clone()))
+        .add_service(FenceControllerServer::new(controller))
 }
 
 /// Updates the metrics of copies.

@@ -49,6 +49,7 @@ use crate::{
     program::sockets::{Listeners, Sockets},
     proto::{
         addons::{
+            fence::fence_controller_server::FenceControllerServer,
             identity::identity_server::IdentityServer as AddonsIdentityServer,
             reclaimspace::reclaim_space_node_server::ReclaimSpaceNodeServer,
         },
@@ -314,10 +315,15 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
 
 /// csi-addons' services.
 fn addons_routes(driver_name: &str, able: Readiness, node: NodeHandle) -> Routes {
-    let operations = vec![Operation::NodeService, Operation::ReclaimOnline];
+    let mut operations = vec![Operation::NodeService, Operation::ReclaimOnline];
+    if node.has_clusters() {
+        operations.push(Operation::FenceClients);
+    }
+    let service = AddonsNode::new(node);
     let identity = AddonsIdentity::new(driver_name, able, operations);
     Routes::new(AddonsIdentityServer::new(identity))
-        .add_service(ReclaimSpaceNodeServer::new(AddonsNode::new(node)))
+        .add_service(ReclaimSpaceNodeServer::new(service.clone()))
+        .add_service(FenceControllerServer::new(service))
 }
 
 /// Takes the sockets and the run directory over from a dead or stalled agent.

@@ -34,6 +34,9 @@ pub enum ProvisionError {
     /// The volume does not support the use.
     #[error("{0}")]
     UnsupportedUse(String),
+    /// The store does not have the operation.
+    #[error("{0}")]
+    Unsupported(&'static str),
     /// No such volume.
     #[error("there is no volume {0:?}")]
     NoVolume(String),
@@ -239,6 +242,7 @@ impl ProvisionError {
             | Self::ClassOfNoBackend { .. }
             | Self::Range(_)
             | Self::UnsupportedUse(_) => Kind::Invalid,
+            Self::Unsupported(_) => Kind::Unsupported,
             Self::NoVolume(_) | Self::NoSnapshot(_) => Kind::NotFound,
             Self::Differs { .. } => Kind::Conflict,
             Self::Size { .. } => Kind::OutOfRange,

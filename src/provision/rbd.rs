@@ -8,7 +8,7 @@
 //! volumes    delete, grow, change
 //! copies     clones; flatten: the length of their chains
 //! snapshots  images of one point in time
-//! fencing    nodes that do not release a volume
+//! fencing    nodes that do not release a volume; networks: those of csi-addons
 //! trash      deleted images, removed in the background
 //! listing    for calls without secrets
 //! orphans    what no volume and no snapshot refers to
@@ -28,7 +28,7 @@ use std::{
 };
 
 use super::{
-    Abilities, Capacity, CapacityRequest, ListEntry, ListRequest, NewSnapshot, NewVolume,
+    Abilities, Capacity, CapacityRequest, Cidr, ListEntry, ListRequest, NewSnapshot, NewVolume,
     OrphanReport, ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release,
     SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse, serialized::KeyedMutex,
 };
@@ -61,6 +61,7 @@ mod left_snapshots;
 mod listing;
 mod lookup;
 mod metadata;
+mod networks;
 mod operators;
 mod orphans;
 mod qos;
@@ -158,6 +159,10 @@ impl Provisioner for RbdStore {
         }
     }
 
+    fn has_clusters(&self) -> bool {
+        true
+    }
+
     /// Checks the configuration and the secrets; connects to no cluster, so that one that is
     /// down does not disable the others.
     fn check(&self) -> Result<(), ProvisionError> {
@@ -184,6 +189,36 @@ impl Provisioner for RbdStore {
         secrets: &Secrets,
     ) -> Result<u64, ProvisionError> {
         self.expand_volume(handle, range, secrets)
+    }
+
+    fn reclaim_space(&self, handle: &str, secrets: &Secrets) -> Result<(), ProvisionError> {
+        self.reclaim_space(handle, secrets)
+    }
+
+    fn fence_networks(
+        &self,
+        cluster_id: &str,
+        networks: &[Cidr],
+        secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
+        self.fence_networks(cluster_id, networks, secrets)
+    }
+
+    fn unfence_networks(
+        &self,
+        cluster_id: &str,
+        networks: &[Cidr],
+        secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
+        self.unfence_networks(cluster_id, networks, secrets)
+    }
+
+    fn fenced_networks(
+        &self,
+        cluster_id: &str,
+        secrets: &Secrets,
+    ) -> Result<Vec<Cidr>, ProvisionError> {
+        self.fenced_networks(cluster_id, secrets)
     }
 
     fn modify_volume(

@@ -15,11 +15,12 @@ use std::{
 use futures_util::future::{BoxFuture, join_all};
 
 use super::{
-    Abilities, Capacity, CapacityRequest, ListEntry, ListRequest, NewSnapshot, NewVolume, Page,
-    ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo,
-    VolumeCondition, VolumeInfo, VolumeUse,
+    Abilities, Capacity, CapacityRequest, Cidr, ListEntry, ListRequest, NewSnapshot, NewVolume,
+    Page, ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release,
+    SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse,
     images::ImageStore,
     rbd::RbdStore,
+    reclaims::Reclaims,
     serialized::{Serialized, snapshot_named, volume_named},
 };
 use crate::{
@@ -38,6 +39,7 @@ pub struct Stores {
     images: Option<Serialized>,
     /// Images in Ceph clusters: `--ceph-config`.
     rbd: Option<Serialized>,
+    reclaims: Reclaims,
 }
 
 /// The kind of a store, in the order of listings.
@@ -98,6 +100,7 @@ impl Stores {
         Self {
             images: images.map(|store| over(store)),
             rbd: rbd.map(|store| over(store)),
+            reclaims: Reclaims::default(),
         }
     }
 
@@ -228,6 +231,11 @@ impl Stores {
         }
     }
 
+    /// Whether a store's volumes are in clusters.
+    pub fn has_clusters(&self) -> bool {
+        self.present().any(|(_, it)| it.store.has_clusters())
+    }
+
     /// [`Provisioner::create_volume`].
     pub async fn create_volume(&self, new: NewVolume) -> Result<VolumeInfo, ProvisionError> {
         self.of_class(&new.parameters)?
@@ -260,6 +268,67 @@ impl Stores {
             store.expand_volume(handle, range, &secrets)
         })
         .await
+    }
+
+    /// [`Provisioner::reclaim_space`]. It may take hours, so other calls on the volume do
+    /// not wait for it.
+    pub async fn reclaim_space(
+        &self,
+        handle: String,
+        secrets: Secrets,
+    ) -> Result<(), ProvisionError> {
+        let came = Instant::now();
+        let store = self.of_handle(&handle)?;
+        let (id, reclaims) = (handle.clone(), self.reclaims.clone());
+        let work = move |store: &dyn Provisioner| -> Result<(), ProvisionError> {
+            if reclaims.answers(&id, came) {
+                return Ok(());
+            }
+            store.reclaim_space(&id, &secrets)?;
+            reclaims.end(&id);
+            Ok(())
+        };
+        let key = format!("reclaim {handle}");
+        store.run(&key, "sparsify", work).await?;
+        self.reclaims.tell(&handle);
+        Ok(())
+    }
+
+    /// The store whose clusters are behind networks.
+    fn of_networks(&self) -> Result<&Serialized, ProvisionError> {
+        let mut present = self.present().map(|(_, it)| it);
+        let found = present.find(|it| it.store.has_clusters());
+        found.map_or_else(|| self.any(), Ok)
+    }
+
+    /// [`Provisioner::fence_networks`], or the way back.
+    pub async fn fence_networks(
+        &self,
+        cluster_id: String,
+        networks: Vec<Cidr>,
+        fenced: bool,
+        secrets: Secrets,
+    ) -> Result<(), ProvisionError> {
+        let key = format!("networks of {cluster_id}");
+        let work = move |store: &dyn Provisioner| {
+            if fenced {
+                store.fence_networks(&cluster_id, &networks, &secrets)
+            } else {
+                store.unfence_networks(&cluster_id, &networks, &secrets)
+            }
+        };
+        self.of_networks()?.run(&key, "fence", work).await
+    }
+
+    /// [`Provisioner::fenced_networks`].
+    pub async fn fenced_networks(
+        &self,
+        cluster_id: String,
+        secrets: Secrets,
+    ) -> Result<Vec<Cidr>, ProvisionError> {
+        let key = format!("networks of {cluster_id}");
+        let work = move |store: &dyn Provisioner| store.fenced_networks(&cluster_id, &secrets);
+        self.of_networks()?.run(&key, "list fences", work).await
     }
 
     /// [`Provisioner::modify_volume`].

@@ -30,6 +30,7 @@ use uring_csi::proto::csi::{
     controller_service_capability::rpc::Type as Rpc,
 };
 
+mod addons;
 mod classes;
 mod crashes;
 mod exits;

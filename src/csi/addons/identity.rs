@@ -24,6 +24,12 @@ pub enum Operation {
     NodeService,
     /// `NodeReclaimSpace`.
     ReclaimOnline,
+    /// `ControllerReclaimSpace`.
+    ReclaimOffline,
+    /// `FenceClusterNetwork` and its like.
+    FenceNetworks,
+    /// `GetFenceClients`.
+    FenceClients,
 }
 
 impl From<Operation> for Capability {
@@ -36,9 +42,16 @@ impl From<Operation> for Capability {
             let r#type = kind.into();
             Type::ReclaimSpace(capability::ReclaimSpace { r#type })
         };
+        let fence = |kind: capability::network_fence::Type| {
+            let r#type = kind.into();
+            Type::NetworkFence(capability::NetworkFence { r#type })
+        };
         let kind = match operation {
             Operation::ControllerService => service(capability::service::Type::ControllerService),
             Operation::NodeService => service(capability::service::Type::NodeService),
+            Operation::ReclaimOffline => reclaim(capability::reclaim_space::Type::Offline),
+            Operation::FenceNetworks => fence(capability::network_fence::Type::NetworkFence),
+            Operation::FenceClients => fence(capability::network_fence::Type::GetClientsToFence),
             Operation::ReclaimOnline => reclaim(capability::reclaim_space::Type::Online),
         };
         Self { r#type: Some(kind) }

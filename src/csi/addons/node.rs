@@ -5,14 +5,25 @@ use std::{sync::Arc, time::Duration};
 
 use tonic::{Request, Response, Status};
 
-use super::super::{
-    call::{observed, timeout},
-    validate,
+use super::{
+    super::{
+        call::{observed, timeout},
+        validate,
+    },
+    cluster_of,
 };
 use crate::{
-    proto::addons::reclaimspace::{
-        NodeReclaimSpaceRequest, NodeReclaimSpaceResponse, StorageConsumption,
-        reclaim_space_node_server::ReclaimSpaceNode,
+    proto::addons::{
+        fence::{
+            Cidr, ClientDetails, FenceClusterNetworkRequest, FenceClusterNetworkResponse,
+            GetFenceClientsRequest, GetFenceClientsResponse, ListClusterFenceRequest,
+            ListClusterFenceResponse, UnfenceClusterNetworkRequest, UnfenceClusterNetworkResponse,
+            fence_controller_server::FenceController,
+        },
+        reclaimspace::{
+            NodeReclaimSpaceRequest, NodeReclaimSpaceResponse, StorageConsumption,
+            reclaim_space_node_server::ReclaimSpaceNode,
+        },
     },
     volume::{
         Node, NodeHandle, Outcome,
@@ -71,6 +82,72 @@ impl AddonsNode {
             }),
             other => Err(Status::internal(format!("reclaiming ended in {other:?}"))),
         }
+    }
+}
+
+impl AddonsNode {
+    async fn fence_clients(
+        &self,
+        request: GetFenceClientsRequest,
+        timeout: Duration,
+    ) -> Result<GetFenceClientsResponse, Status> {
+        let cluster_id = cluster_of(&request.parameters, &request.secrets)?;
+        let (cluster, secrets) = (cluster_id.clone(), request.secrets.into());
+        let ask = move |node: Arc<Node>| node.storage_client(cluster, secrets, timeout);
+        let asked = self.node.run(ask).await;
+        let asked = asked.ok_or_else(|| Status::unavailable("the node agent is shutting down"))?;
+        let late = || {
+            let what = format!("cluster {cluster_id:?} has not answered yet; try again");
+            Status::deadline_exceeded(what)
+        };
+        let client = asked.ok_or_else(late)?;
+        let client = client.map_err(|error| Status::from(&error))?;
+        let bits = if client.host.is_ipv4() { 32 } else { 128 };
+        let cidr = format!("{}/{bits}", client.host);
+        let details = ClientDetails {
+            id: client.cluster,
+            addresses: vec![Cidr { cidr }],
+        };
+        Ok(GetFenceClientsResponse {
+            clients: vec![details],
+        })
+    }
+}
+
+fn not_here() -> Status {
+    Status::unimplemented("NETWORK_FENCE is not announced: ask the controller")
+}
+
+#[tonic::async_trait]
+impl FenceController for AddonsNode {
+    async fn fence_cluster_network(
+        &self,
+        _: Request<FenceClusterNetworkRequest>,
+    ) -> Result<Response<FenceClusterNetworkResponse>, Status> {
+        Err(not_here())
+    }
+
+    async fn unfence_cluster_network(
+        &self,
+        _: Request<UnfenceClusterNetworkRequest>,
+    ) -> Result<Response<UnfenceClusterNetworkResponse>, Status> {
+        Err(not_here())
+    }
+
+    async fn list_cluster_fence(
+        &self,
+        _: Request<ListClusterFenceRequest>,
+    ) -> Result<Response<ListClusterFenceResponse>, Status> {
+        Err(not_here())
+    }
+
+    async fn get_fence_clients(
+        &self,
+        request: Request<GetFenceClientsRequest>,
+    ) -> Result<Response<GetFenceClientsResponse>, Status> {
+        let timeout = timeout(request.metadata());
+        let work = self.fence_clients(request.into_inner(), timeout);
+        observed("GetFenceClients", "", work).await
     }
 }
 

@@ -5,6 +5,7 @@ use crate::{
     ceph::{
         client::{CephError, CredentialsError},
         csi_format::{config::ConfigError, encryption::EncryptionError, journal::JournalError},
+        fencing::NetworkError,
     },
 };
 
@@ -45,6 +46,9 @@ pub enum RbdError {
     /// The cluster refused an operation.
     #[error(transparent)]
     Ceph(#[from] CephError),
+    /// A network could not be fenced.
+    #[error(transparent)]
+    Network(NetworkError),
     /// The journal cannot be read or written.
     #[error(transparent)]
     Journal(#[from] JournalError),
@@ -244,6 +248,7 @@ impl RbdError {
             | Self::OtherCluster { .. }
             | Self::OtherEncryption { .. }
             | Self::OwnPassphrase(_)
+            | Self::Network(NetworkError::Large(_))
             | Self::InGroup { .. } => Kind::Invalid,
             Self::Encryption(error) => match error {
                 EncryptionError::Config { .. } => Kind::Transient,
@@ -271,6 +276,7 @@ impl RbdError {
             Self::NotMeasured { .. } => Kind::Transient,
             Self::Cluster { source: error, .. }
             | Self::Ceph(error)
+            | Self::Network(NetworkError::Ceph(error))
             | Self::Journal(JournalError::Ceph(error)) => of_ceph(error),
             Self::Journal(_) => Kind::Internal,
         }

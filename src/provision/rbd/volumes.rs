@@ -154,6 +154,29 @@ impl RbdStore {
         Ok(bytes)
     }
 
+    /// Removes the image's objects that hold nothing but zeros, unless a client has it open.
+    pub(super) fn reclaim_space(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
+        let found = self.volume(handle, secrets)?;
+        let image = found.open(OpenMode::ReadOnly)?;
+        let mut users = image.watchers().map_err(RbdError::from)?;
+        users.retain(|user| !user.own);
+        if !image
+            .without_mirror_daemons(users)
+            .map_err(RbdError::from)?
+            .is_empty()
+        {
+            tracing::info!(handle, "not sparsified: a client has its image open");
+            return Ok(());
+        }
+        drop(image);
+        let image = found.open(OpenMode::ReadWrite)?;
+        Ok(image.sparsify().map_err(RbdError::from)?)
+    }
+
     pub(super) fn modify_volume(
         &self,
         handle: &str,

@@ -46,6 +46,18 @@ pub struct SnapInfo {
     pub name: *const c_char,
 }
 
+/// `rbd_image_info_t`.
+#[repr(C)]
+pub struct ImageInfo {
+    pub size: u64,
+    pub object_size: u64,
+    pub objects: u64,
+    pub order: c_int,
+    pub block_name_prefix: [c_char; 24],
+    pub parent_pool: i64,
+    pub parent_name: [c_char; 96],
+}
+
 /// `rbd_image_watcher_t`.
 #[repr(C)]
 pub struct Watcher {
@@ -105,6 +117,7 @@ pub const REPLAYING: c_int = 4;
 
 #[cfg(target_pointer_width = "64")]
 const _: () = {
+    assert!(size_of::<ImageInfo>() == 160);
     assert!(size_of::<MirrorInfo>() == 16);
     assert!(size_of::<SiteStatus>() == 40);
     assert!(size_of::<MirrorStatus>() == 40);
@@ -168,6 +181,8 @@ table! {
         progress: Option<unsafe extern "C" fn(u64, u64, *mut c_void) -> c_int>, data: *mut c_void,
     ) -> c_int;
     fn rbd_flatten(image: Image) -> c_int;
+    fn rbd_stat(image: Image, info: *mut ImageInfo, info_size: usize) -> c_int;
+    fn rbd_sparsify(image: Image, sparse_size: usize) -> c_int;
     fn rbd_watchers_list(image: Image, watchers: *mut Watcher, count: *mut usize) -> c_int;
     fn rbd_watchers_list_cleanup(watchers: *mut Watcher, count: usize);
 

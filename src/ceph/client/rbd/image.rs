@@ -193,6 +193,27 @@ impl Image {
         self.call("flatten").changed(answer)
     }
 
+    /// Removes its objects that hold nothing but zeros. Reads the whole image.
+    pub fn sparsify(&self) -> Result<(), CephError> {
+        let mut info = abi::ImageInfo {
+            size: 0,
+            object_size: 0,
+            objects: 0,
+            order: 0,
+            block_name_prefix: [0; 24],
+            parent_pool: 0,
+            parent_name: [0; 96],
+        };
+        let functions = self.functions();
+        // SAFETY: the image is open; the library writes one structure of that size.
+        let answer = unsafe { (functions.rbd_stat)(self.raw, &raw mut info, size_of_val(&info)) };
+        self.call("read the size of the objects of").check(answer)?;
+        let object_size = usize::try_from(info.object_size).unwrap_or(usize::MAX);
+        // SAFETY: the image is open.
+        let answer = unsafe { (functions.rbd_sparsify)(self.raw, object_size) };
+        self.call("sparsify").changed(answer)
+    }
+
     /// The clients that have it open or mapped for writing: the kernel's driver sets no watch
     /// for a read-only map.
     pub fn watchers(&self) -> Result<Vec<Watcher>, CephError> {
