@@ -145,10 +145,11 @@ impl Mapped {
     }
 
     fn of_id(id: u32) -> io::Result<Self> {
+        let identity = ids_of(id)?;
         Ok(Self {
             id,
-            image: image_of(id)?,
-            identity: ids_of(id)?,
+            image: image_of(id, identity.snapshot.clone())?,
+            identity,
             config: MapConfig::parse(&attribute(id, "config_info")?),
         })
     }
@@ -177,7 +178,8 @@ impl ImageSpec {
     /// The names of the image that is mapped as the device of that number, without the
     /// cluster's; none as for [`Mapped::of`].
     pub fn mapped_as(dev: Dev) -> Option<Self> {
-        image_of(id_of(dev)?).ok()
+        let id = id_of(dev)?;
+        image_of(id, snapshot_of(id).ok()?).ok()
     }
 }
 
@@ -191,13 +193,13 @@ fn ids_of(id: u32) -> io::Result<MappedIds> {
     })
 }
 
-fn image_of(id: u32) -> io::Result<ImageSpec> {
+fn image_of(id: u32, snapshot: Option<String>) -> io::Result<ImageSpec> {
     Ok(ImageSpec {
         cluster_id: String::new(),
         pool: attribute(id, "pool")?,
         namespace: attribute(id, "pool_ns")?,
         name: attribute(id, "name")?,
-        snapshot: snapshot_of(id)?,
+        snapshot,
     })
 }
 
