@@ -57,11 +57,11 @@ unit: setup
 # with nbd and rbd; TEST_KERNEL=required: fail if the test kernel cannot run.
 test-kernel: setup ## Test on a kernel with nbd, rbd, udevd (tests/kernel/run.sh)
 	@tests/kernel/run.sh
-export ONLY QUICK BACKEND HOST_KERNEL TEST_KERNEL KERNELS
+export ONLY QUICK BACKEND HOST_KERNEL TEST_KERNEL
 
 # ONLY=faults and so on, as above; KERNELS="sid trixie": the kernels of these Debian
-# suites.
-test-matrix: setup ## Test on several kernels, with every file system: takes hours
+# suites; SUITES="sid": the Ceph of these. An empty one omits those runs.
+test-matrix: setup ## Test on several kernels and releases of Ceph: takes hours
 	@tests/kernel/matrix.sh
 
 # SUITE=bookworm or trixie: only this one.

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # setup.sh [PART]: installs the missing packages of that part, on Debian and Ubuntu as
-# root; elsewhere it lists them. Returns at once when none is missing. The parts:
+# root; elsewhere it lists them. Returns at once when none is missing. `setup.sh --list
+# [PART]` only prints their names. The parts:
 #
 #   build  a compiler and what the programs link
 #   demo   build, and what the demo of BACKEND (loop, nbd or rbd) runs
@@ -170,6 +171,11 @@ check_kustomize() {
 }
 
 cd "$(dirname "$0")/.."
+if [[ ${1:-} == --list ]]; then
+  part=${2:-test}
+  packages
+  exit
+fi
 part=${1:-test}
 kustomize=${CARGO_TARGET_DIR:-target}/kustomize
 PATH=$PATH:$(realpath -m "$kustomize/usr/bin")

@@ -6,6 +6,7 @@
 #   HOST_KERNEL=1          on this machine's kernel, which must have all drivers
 #   TEST_KERNEL=required   fail if the kernel cannot run; otherwise print that and
 #                          succeed
+#   LIBRARY=FILE STORIES=FILE  run these test programs instead of building them
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -24,13 +25,7 @@ passed_over() {
 }
 tests/kernel/in.sh || passed_over $?
 
-binaries=$(
-  cargo test --no-run --lib --test stories --message-format=json-render-diagnostics |
-    sed -n '/"profile":{[^}]*"test":true/ s/.*"executable":"\([^"]*\)".*/\1/p'
-)
-# In the order of the build.
-stories=$(grep '/stories-[^/]*$' <<<"$binaries")
-library=$(grep -vxF "$stories" <<<"$binaries")
+if [[ -z ${LIBRARY:-} ]]; then . tests/kernel/build.sh; fi
 
 parts=2
 if [[ ${HOST_KERNEL:-} == 1 ]] || (($(nproc) < parts)); then parts=1; fi
@@ -38,7 +33,7 @@ kernels=()
 # Killing its script ends a kernel.
 trap '((!${#kernels[@]})) || kill "${kernels[@]}" 2>/dev/null || true' EXIT
 for ((part = 1; part <= parts; part++)); do
-  NTH=$part tests/kernel/in.sh tests/kernel/suite.sh "${ONLY:-}" "$library" "$stories" \
+  NTH=$part tests/kernel/in.sh tests/kernel/suite.sh "${ONLY:-}" "$LIBRARY" "$STORIES" \
     "$part" "$parts" &
   kernels+=($!)
 done
