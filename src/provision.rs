@@ -337,20 +337,12 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         let why = "only a node that has the volume returns its unused space: image files";
         Err(ProvisionError::Unsupported(why))
     }
-    /// Shuts networks off from a cluster.
+    /// Shuts networks off from a cluster, or, if `fenced` is false, ends that.
     fn fence_networks(
         &self,
         _cluster_id: &str,
         _networks: &[Cidr],
-        _secrets: &Secrets,
-    ) -> Result<(), ProvisionError> {
-        Err(ProvisionError::Unsupported(FENCES_NONE))
-    }
-    /// Ends what [`Self::fence_networks`] began.
-    fn unfence_networks(
-        &self,
-        _cluster_id: &str,
-        _networks: &[Cidr],
+        _fenced: bool,
         _secrets: &Secrets,
     ) -> Result<(), ProvisionError> {
         Err(ProvisionError::Unsupported(FENCES_NONE))

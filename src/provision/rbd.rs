@@ -199,18 +199,10 @@ impl Provisioner for RbdStore {
         &self,
         cluster_id: &str,
         networks: &[Cidr],
+        fenced: bool,
         secrets: &Secrets,
     ) -> Result<(), ProvisionError> {
-        self.fence_networks(cluster_id, networks, secrets)
-    }
-
-    fn unfence_networks(
-        &self,
-        cluster_id: &str,
-        networks: &[Cidr],
-        secrets: &Secrets,
-    ) -> Result<(), ProvisionError> {
-        self.unfence_networks(cluster_id, networks, secrets)
+        self.fence_networks(cluster_id, networks, fenced, secrets)
     }
 
     fn fenced_networks(

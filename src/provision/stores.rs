@@ -301,7 +301,7 @@ impl Stores {
         found.map_or_else(|| self.any(), Ok)
     }
 
-    /// [`Provisioner::fence_networks`], or the way back.
+    /// [`Provisioner::fence_networks`].
     pub async fn fence_networks(
         &self,
         cluster_id: String,
@@ -311,11 +311,7 @@ impl Stores {
     ) -> Result<(), ProvisionError> {
         let key = format!("networks of {cluster_id}");
         let work = move |store: &dyn Provisioner| {
-            if fenced {
-                store.fence_networks(&cluster_id, &networks, &secrets)
-            } else {
-                store.unfence_networks(&cluster_id, &networks, &secrets)
-            }
+            store.fence_networks(&cluster_id, &networks, fenced, &secrets)
         };
         self.of_networks()?.run(&key, "fence", work).await
     }

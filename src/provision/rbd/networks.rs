@@ -12,28 +12,20 @@ impl RbdStore {
         &self,
         cluster_id: &str,
         networks: &[Cidr],
+        fenced: bool,
         secrets: &Secrets,
     ) -> Result<(), ProvisionError> {
         let link = self.link(cluster_id, secrets)?;
+        let blocklist = FencedNetworks::of(&link.cluster);
         for network in networks {
-            tracing::warn!(cluster_id, %network, "fencing a network");
-            let fenced = FencedNetworks::of(&link.cluster).fence(*network);
-            fenced.map_err(RbdError::Network)?;
-        }
-        Ok(())
-    }
-
-    pub(super) fn unfence_networks(
-        &self,
-        cluster_id: &str,
-        networks: &[Cidr],
-        secrets: &Secrets,
-    ) -> Result<(), ProvisionError> {
-        let link = self.link(cluster_id, secrets)?;
-        for network in networks {
-            tracing::info!(cluster_id, %network, "lifting the fence of a network");
-            let unfenced = FencedNetworks::of(&link.cluster).unfence(*network);
-            unfenced.map_err(RbdError::Network)?;
+            let changed = if fenced {
+                tracing::warn!(cluster_id, %network, "fencing a network");
+                blocklist.fence(*network)
+            } else {
+                tracing::info!(cluster_id, %network, "lifting the fence of a network");
+                blocklist.unfence(*network)
+            };
+            changed.map_err(RbdError::Network)?;
         }
         Ok(())
     }
