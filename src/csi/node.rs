@@ -37,19 +37,14 @@ pub struct NodeService {
     config: Config,
     /// The node's topology segments.
     segments: Vec<Segment>,
-    /// Whether this process may grow a mounted ext4.
-    can_grow: bool,
 }
 
 impl NodeService {
-    /// `can_grow`: this process has CAP_SYS_RESOURCE, which ext4's online
-    /// resize needs; without it `EXPAND_VOLUME` is not announced.
-    pub fn new(node: NodeHandle, config: Config, segments: Vec<Segment>, can_grow: bool) -> Self {
+    pub fn new(node: NodeHandle, config: Config, segments: Vec<Segment>) -> Self {
         Self {
             node,
             config,
             segments,
-            can_grow,
         }
     }
 

@@ -284,7 +284,7 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
     able.set(why_not_ready(&options.kubelet_dir)?);
     if !can_grow {
         tracing::warn!(
-            "EXPAND_VOLUME is not reported: growing a mounted ext4 needs CAP_SYS_RESOURCE; xfs, btrfs and raw block volumes do not"
+            "this process lacks CAP_SYS_RESOURCE: it refuses to grow a mounted ext4; xfs, btrfs and raw block volumes grow"
         );
     }
     ring::spawn(watch(node.clone(), able.clone(), readiness.clone()));
@@ -299,7 +299,6 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
             handle.clone(),
             config.clone(),
             options.topology,
-            can_grow,
         )))
         .add_service(NodeAdminServer::new(AdminService::new(
             handle, config, pool_names, readiness,

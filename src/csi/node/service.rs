@@ -121,13 +121,11 @@ impl node_server::Node for NodeService {
         let mut types = vec![
             Type::StageUnstageVolume,
             Type::GetVolumeStats,
+            Type::ExpandVolume,
             Type::SingleNodeMultiWriter,
         ];
         if self.config.alpha_capabilities {
             types.push(Type::GetVolumeHealth);
-        }
-        if self.can_grow {
-            types.push(Type::ExpandVolume);
         }
         if self.config.volume_mount_group {
             types.push(Type::VolumeMountGroup);
