@@ -4,7 +4,7 @@
 # target/kernel/matrix.md, for docs/compatibility.md.
 #
 #   KERNELS="forky trixie"  the Debian suites whose User-Mode Linux is used
-#   SUITES="trixie sid"     the Debian suites whose Ceph is used, beside this machine's
+#   SUITES="trixie"         the Debian suites whose Ceph is used, beside this machine's
 #   ONLY=NAME               as in run.sh
 #
 # A suite's Ceph, its libraries, daemons and tools, runs in a root file system of that
@@ -32,7 +32,7 @@ done
 unset KERNEL_SUITE
 # Fetches it with this machine's tools.
 tests/kernel/in.sh
-for suite in ${SUITES-trixie sid}; do
+for suite in ${SUITES-trixie}; do
   ONLY=${ONLY:-rbd} tests/kernel/in_suite.sh "$suite" tests/kernel/run.sh 2>&1 |
     tee "$out/matrix-ceph-$suite.log" || code=1
   row "ceph-$suite" "Ceph $(tests/kernel/in_suite.sh "$suite" ceph --version | cut -d' ' -f3), Debian $suite" "${ONLY:-rbd}"
