@@ -176,14 +176,14 @@ struct NodeOptions {
 /// Runs the program.
 pub fn main() -> ExitCode {
     let options: NodeOptions = config::parse();
-    let (can_grow, _logs) = match begin(&options.plugin.service) {
-        Ok(begun) => begun,
+    let _logs = match begin(&options.plugin.service) {
+        Ok(logs) => logs,
         Err(error) => {
             eprintln!("uring-csi-node: {}", error_chain(&*error));
             return ExitCode::FAILURE;
         }
     };
-    match run(options, can_grow) {
+    match run(options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!(error = error_chain(&*error), "the node agent cannot run");
@@ -195,22 +195,27 @@ pub fn main() -> ExitCode {
 type Failure = Box<dyn std::error::Error>;
 
 /// Drops privileges, and then starts the second thread, which writes the log.
-fn begin(service: &config::ServiceOptions) -> Result<(bool, Logs), Failure> {
+fn begin(service: &config::ServiceOptions) -> Result<Logs, Failure> {
     heap::limit_arenas();
     let can_grow =
         privileges::drop_for_node().map_err(|error| format!("cannot drop privileges: {error}"))?;
     let logs = logs::init(service.log_format, &service.log_level)?;
-    Ok((can_grow, logs))
+    if !can_grow {
+        tracing::warn!(
+            "this process lacks CAP_SYS_RESOURCE: it refuses to grow a mounted ext4; xfs, btrfs and raw block volumes grow"
+        );
+    }
+    Ok(logs)
 }
 
-fn run(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
+fn run(options: NodeOptions) -> Result<(), Failure> {
     validate::node_id("--node-id", &options.node_id)
         .map_err(|status| status.message().to_owned())?;
     once_each(&options.topology)?;
-    ring::start(serve(options, can_grow))?
+    ring::start(serve(options))?
 }
 
-async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
+async fn serve(options: NodeOptions) -> Result<(), Failure> {
     let begun = Instant::now();
     let readiness = Readiness::default();
     // First of all: two agents must never share a node.
@@ -282,11 +287,6 @@ async fn serve(options: NodeOptions, can_grow: bool) -> Result<(), Failure> {
     // CSI's Probe: permanent conditions, for which Kubernetes restarts the agent.
     let able = Readiness::default();
     able.set(why_not_ready(&options.kubelet_dir)?);
-    if !can_grow {
-        tracing::warn!(
-            "this process lacks CAP_SYS_RESOURCE: it refuses to grow a mounted ext4; xfs, btrfs and raw block volumes grow"
-        );
-    }
     ring::spawn(watch(node.clone(), able.clone(), readiness.clone()));
     let handle = NodeHandle::new(node.clone());
     let addons = addons_routes(&config.driver_name, able.clone(), handle.clone());
