@@ -3,6 +3,7 @@
 # without their dependencies. It uses apt's configured mirror and keys, installs
 # nothing, and changes no package source of the system.
 set -euo pipefail
+. "$(dirname "$0")/root.sh"
 suite=$1 dir=$2
 shift 2
 
@@ -13,9 +14,7 @@ fail() {
 
 keys=/usr/share/keyrings/debian-archive-keyring.gpg
 if ! command -v apt-get >/dev/null || [[ ! -f $keys ]]; then fail "this is not Debian"; fi
-# shellcheck disable=SC2016 # apt's own variable
-mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' |
-  grep '/debian/\?$' | head -n1) || fail "apt has no Debian mirror"
+mirror=$(debian_mirror) || fail "apt has no Debian mirror"
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
