@@ -19,7 +19,7 @@ make_root() {
   local suite=$1 root=$2 access
   shift 2
   access=$(apt-config dump | grep -E '^Acquire::(Check-|https?|Retries)' || true)
-  mmdebstrap --quiet --variant=apt --aptopt="$access" "$@" "$suite" "$root" "$(debian_mirror)"
+  mmdebstrap --quiet --variant=apt ${access:+--aptopt="$access"} "$@" "$suite" "$root" "$(debian_mirror)"
 }
 
 # Runs a script, by `bash -c` and with these arguments, in its own mount and process
