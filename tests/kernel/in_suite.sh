@@ -15,13 +15,13 @@ if [[ ! -d $root ]]; then
   rm -rf "$root.new"
   mkdir -p "$root.new"
   make_root "$suite" "$root.new" --include="$(scripts/setup.sh --list test | paste -sd ,)" >&2
-  mkdir -p "$root.new$PWD" "$root.new$target"
   mv "$root.new" "$root"
 fi
 export root target
 
 # shellcheck disable=SC2317 # called by name
 checkout_and_target() {
+  mkdir -p "$1$PWD" "$1$target"
   mount --rbind "$PWD" "$1$PWD"
   [[ $target == "$PWD"/* ]] || mount --rbind "$target" "$1$target"
 }
