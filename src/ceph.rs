@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!  csi_format   ceph-csi's configuration, handles, journal, sealed passphrases
+//!  kms          where the passphrases of encrypted volumes are kept
 //!  client       connections to clusters; objects and images, by librados, librbd
 //!  krbd         images as block devices of the kernel's own driver
 //!  fencing      the clients that have a volume, and blocklisting them
@@ -12,6 +13,7 @@
 pub mod client;
 pub mod csi_format;
 pub mod fencing;
+pub mod kms;
 #[cfg(feature = "node")]
 pub mod krbd;
 

@@ -78,6 +78,22 @@ pub struct CephOptions {
         value_name = "FILE"
     )]
     pub kms_config: PathBuf,
+    /// The Secrets that the key management systems name, mounted as NAMESPACE/NAME/KEY.
+    #[arg(
+        long,
+        env = "URING_CSI_KMS_SECRETS",
+        default_value = "/etc/uring-csi/kms-secrets",
+        value_name = "DIR"
+    )]
+    pub kms_secrets: PathBuf,
+    /// The token of this pod's service account, with which it logs in at Vault.
+    #[arg(
+        long,
+        env = "URING_CSI_KMS_TOKEN",
+        default_value = "/var/run/secrets/uring-csi/kms/token",
+        value_name = "FILE"
+    )]
+    pub kms_token: PathBuf,
 }
 
 /// Parses this process's options; on `--help` or an error prints it and exits.

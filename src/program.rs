@@ -10,3 +10,13 @@ pub mod node;
 mod sockets;
 #[cfg(feature = "holder")]
 pub mod supervisor;
+
+/// The key management systems of encrypted Ceph volumes.
+#[cfg(any(feature = "node", feature = "controller"))]
+fn kms_config(options: &crate::config::CephOptions) -> crate::ceph::kms::KmsConfig {
+    crate::ceph::kms::KmsConfig {
+        config: options.kms_config.clone(),
+        secrets: options.kms_secrets.clone(),
+        token: options.kms_token.clone(),
+    }
+}

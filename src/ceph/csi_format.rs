@@ -6,7 +6,7 @@
 //!  handle        volume and snapshot ids
 //!  journal       names and entries, in omaps of a pool
 //!  map_options   `mapOptions` of a StorageClass
-//!  encryption    sealed passphrases in an image's metadata, KMS configuration
+//!  encryption    sealed passphrases in an image's metadata
 //! ```
 
 pub mod config;

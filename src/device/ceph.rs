@@ -26,10 +26,8 @@ use crate::{
     Detached, Done,
     ceph::{
         client::connections::Connections,
-        csi_format::{
-            config::{ClusterConfig, Clusters, Mappings},
-            encryption::KmsConfig,
-        },
+        csi_format::config::{ClusterConfig, Clusters, Mappings},
+        kms::KmsConfig,
         krbd::{self, ImageSpec, Mapped, Mapper, Monitors},
     },
     kernel::{Dev, block::BlockDev, nbd::identifier_of, sysfs},

@@ -187,6 +187,30 @@ pub fn format(
     derive_key("luksFormat", &args, &node, passphrase, domain).map(drop)
 }
 
+/// The mapping of that name over the device, if it is open.
+pub fn find_open(
+    under: &BlockDev,
+    name: &str,
+    read_only: bool,
+) -> Result<Option<BlockDev>, LuksError> {
+    let found = find(name).map_err(failed("list the device mapper's devices"))?;
+    let Some(mapping) = found else {
+        return Ok(None);
+    };
+    if mapping.under != under.dev {
+        return Err(LuksError::Other {
+            name: name.to_owned(),
+            node: under.node.clone(),
+        });
+    }
+    // The device below may have grown since a killed agent opened it.
+    if !read_only {
+        resize(name)?;
+    }
+    let over = BlockDev::of(mapping.over).map_err(failed(format!("find the mapping {name}")))?;
+    Ok(Some(over))
+}
+
 /// Opens the device under that name, or finds it open.
 pub fn open(
     under: &BlockDev,
@@ -195,38 +219,22 @@ pub fn open(
     read_only: bool,
     domain: &str,
 ) -> Result<(BlockDev, Done), LuksError> {
-    let found = || find(name).map_err(failed("list the device mapper's devices"));
+    if let Some(over) = find_open(under, name, read_only)? {
+        return Ok((over, Done::Already));
+    }
     let node = under.node.to_string_lossy();
-    let done = match found()? {
-        Some(mapping) if mapping.under == under.dev => {
-            // The device below may have grown since a killed agent opened it.
-            if !read_only {
-                resize(name)?;
-            }
-            Done::Already
-        }
-        Some(_) => {
-            return Err(LuksError::Other {
-                name: name.to_owned(),
-                node: under.node.clone(),
-            });
-        }
-        None => {
-            let mut args = vec!["--disable-keyring", "--key-file=-", &*node, name];
-            if read_only {
-                args.insert(0, "--readonly");
-            }
-            let opened = derive_key("luksOpen", &args, &node, passphrase, domain);
-            if let Err(error) = opened {
-                return Err(why_not_opened(under, error));
-            }
-            Done::Now
-        }
-    };
-    let mapping = found()?.ok_or_else(|| io::Error::other("it is not there after it was opened"));
+    let mut args = vec!["--disable-keyring", "--key-file=-", &*node, name];
+    if read_only {
+        args.insert(0, "--readonly");
+    }
+    derive_key("luksOpen", &args, &node, passphrase, domain)
+        .map_err(|error| why_not_opened(under, error))?;
+    let mapping = find(name).and_then(|found| {
+        found.ok_or_else(|| io::Error::other("it is not there after it was opened"))
+    });
     let over = mapping.and_then(|mapping| BlockDev::of(mapping.over));
     let over = over.map_err(failed(format!("find the mapping {name}")))?;
-    Ok((over, done))
+    Ok((over, Done::Now))
 }
 
 fn why_not_opened(under: &BlockDev, error: LuksError) -> LuksError {

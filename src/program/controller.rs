@@ -138,7 +138,7 @@ impl CephStoreOptions {
         let settings = Settings {
             config,
             mapping: &self.files.cluster_mapping,
-            kms_config: &self.files.kms_config,
+            kms: super::kms_config(&self.files),
             instance: &self.instance_id,
             operators: Operators::new(self.ceph_secret),
             fence_after: self.fence_after.map(Duration::from_secs),

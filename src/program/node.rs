@@ -13,10 +13,7 @@ use crate::{
     admission::{Gates, Limits},
     ceph::{
         client::{connections::Connections, rados::Timeouts},
-        csi_format::{
-            config::{Clusters, Mappings},
-            encryption::KmsConfig,
-        },
+        csi_format::config::{Clusters, Mappings},
         krbd,
     },
     config,
@@ -256,12 +253,12 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
             format_markers: format_markers.clone(),
         },
         ceph: CephImages {
+            kms: super::kms_config(&options.ceph),
+            mappings: Arc::new(Mappings::new(&options.ceph.cluster_mapping)),
             clusters: options
                 .ceph
                 .ceph_config
                 .map(|path| Arc::new(Clusters::new(path))),
-            mappings: Arc::new(Mappings::new(&options.ceph.cluster_mapping)),
-            kms: KmsConfig::new(&options.ceph.kms_config),
             connections: Connections::new(Timeouts::default())?,
             mapper: krbd::Mapper::open(options.run_dir.join("map"))?,
             supervisor: options

@@ -38,9 +38,9 @@ use crate::{
         client::{Credentials, connections::Connections, rados::Timeouts},
         csi_format::{
             config::{Clusters, Mappings},
-            encryption::KmsConfig,
             journal::{Journal, JournalKind},
         },
+        kms::KmsConfig,
     },
     lane::Lanes,
     secret::Secrets,
@@ -87,8 +87,8 @@ pub struct Settings<'a> {
     pub config: &'a Path,
     /// ceph-csi's `cluster-mapping.json`, which need not exist.
     pub mapping: &'a Path,
-    /// ceph-csi's configuration of key management systems.
-    pub kms_config: &'a Path,
+    /// The key management systems of encrypted volumes.
+    pub kms: KmsConfig,
     /// The journal's instance: ceph-csi's `--instanceid`.
     pub instance: &'a str,
     /// The users for calls without secrets.
@@ -138,7 +138,7 @@ impl RbdStore {
             operators: settings.operators,
             volumes: Journal::new(JournalKind::Volume, settings.instance),
             snapshots: Journal::new(JournalKind::Snapshot, settings.instance),
-            kms: KmsConfig::new(settings.kms_config),
+            kms: settings.kms,
             purger: TrashPurger::new(lanes.clone(), settings.purge),
             flattener: Flattener::new(lanes.clone(), FlattenLimits::default()),
             fencing: Fencer::new(settings.fence_after),

@@ -1,21 +1,11 @@
 //! The passphrases of encrypted volumes, in ceph-csi's format.
 //!
-//! Two of its key management systems need no service: `default` opens every
-//! volume with the secret's `encryptionPassphrase`; `metadata` gives each volume
-//! a passphrase of its own, sealed with the secret's and kept in the image's metadata. The
-//! StorageClass names the one of a volume by `encryptionKMSID`, an entry of ceph-csi's
-//! configuration file.
-//!
-//! A passphrase is sealed by AES-256-GCM, under a key that scrypt (N 32768, r 8, p 1)
-//! derives from the secret's passphrase, salted with the volume's handle; the result is
-//! JSON, `{"dek": …, "nonce": …}`, both in base64. So a copy of a volume, whose
+//! A passphrase of the KMS type `metadata` is sealed by AES-256-GCM, under a key that scrypt
+//! (N 32768, r 8, p 1) derives from a Secret's passphrase, salted with the volume's handle;
+//! the result is JSON, `{"dek": …, "nonce": …}`, both in base64. So a copy of a volume, whose
 //! handle is another, is sealed anew.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    fs, io,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, io, path::PathBuf};
 
 use aes_gcm::{Aes256Gcm, Key, KeyInit as _, Nonce, aead::Aead as _};
 use base64::{
@@ -25,7 +15,10 @@ use base64::{
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
-use crate::secret::{Secret, Secrets};
+use crate::{
+    kind::Kind,
+    secret::{Secret, Secrets},
+};
 
 /// The image's metadata key for a sealed passphrase.
 pub const SEALED_KEY: &str = "rbd.csi.ceph.com/dek";
@@ -43,18 +36,6 @@ pub fn value_of<'a>(metadata: &'a BTreeMap<String, String>, key: &str) -> Option
         .get(key)
         .or_else(|| metadata.get(&format!(".{key}")))?;
     Some(found.trim()).filter(|value| !value.is_empty())
-}
-
-/// The id of the key management system that needs no configuration.
-pub const DEFAULT_KMS: &str = "default";
-
-/// The source of a volume's passphrase.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kms {
-    /// It is the secret's.
-    Secret,
-    /// It is the volume's own, sealed with the secret's.
-    Metadata,
 }
 
 /// Why there is no passphrase. The text never has one.
@@ -82,17 +63,39 @@ pub enum EncryptionError {
     },
     /// The driver does not support this key management system.
     #[error(
-        "encryptionKMSID {id:?}: {what} is not supported; supported are \"metadata\" with the passphrase in the volume's secret, and, without an id, that passphrase itself"
+        "encryptionKMSID {id:?}: {what} is not supported; supported are the types \"metadata\", \"vault\" and \"vaulttokens\", and, without an id, the passphrase of the volume's secret"
     )]
     Unsupported {
         id: String,
         /// Its type, or the option that it needs.
         what: String,
     },
-    /// The configuration cannot be read.
+    /// The configuration of the key management system is not valid.
+    #[error("encryptionKMSID {id:?} in {}: {why}", path.display())]
+    Section {
+        id: String,
+        /// The file with the configuration.
+        path: PathBuf,
+        /// The key, and the defect.
+        why: String,
+    },
+    /// The volume has no tenant, which its key management system needs.
+    #[error(
+        "encryptionKMSID {id:?} keeps passphrases by tenant, and the volume has none: its journal has no csi.volume.owner, which the provisioner's --extra-create-metadata gives"
+    )]
+    NoTenant { id: String },
+    /// The key management system did not do its part.
+    #[error("encryptionKMSID {id:?}: {what}")]
+    Service {
+        id: String,
+        /// The request and its error.
+        what: String,
+        kind: Kind,
+    },
+    /// The configuration, or a Secret or token that it names, cannot be read.
     #[error("cannot read {}", path.display())]
     Config {
-        /// The file with the configuration.
+        /// The file.
         path: PathBuf,
         /// The error of the read.
         source: io::Error,
@@ -105,65 +108,6 @@ pub enum EncryptionError {
         "the secret's encryptionPassphrase does not open the passphrase in the image's metadata {SEALED_KEY}"
     )]
     Wrong,
-}
-
-/// The key management systems, by id.
-#[derive(Clone, Debug)]
-pub struct KmsConfig(PathBuf);
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct KmsEntry {
-    #[serde(rename = "encryptionKMSType")]
-    kind: String,
-    secret_name: Option<String>,
-}
-
-impl KmsConfig {
-    /// As ceph-csi's `ceph-csi-encryption-kms-config` has them: JSON, an object
-    /// of objects. The file is read when an id is looked up.
-    pub fn new(path: &Path) -> Self {
-        Self(path.to_owned())
-    }
-
-    /// The key management system of an id; of an empty one, the default.
-    pub fn get(&self, id: &str) -> Result<Kms, EncryptionError> {
-        if id.is_empty() || id == DEFAULT_KMS {
-            return Ok(Kms::Secret);
-        }
-        let read = fs::read(&self.0).and_then(|text| {
-            let entries: HashMap<String, serde_json::Value> = serde_json::from_slice(&text)?;
-            entries
-                .get(id)
-                .map(KmsEntry::deserialize)
-                .transpose()
-                .map_err(io::Error::from)
-        });
-        let entry = read.map_err(|source| {
-            let (id, path) = (id.to_owned(), self.0.clone());
-            match source.kind() {
-                io::ErrorKind::NotFound => EncryptionError::NoFile { id, path },
-                _ => EncryptionError::Config { path, source },
-            }
-        })?;
-        let unsupported = |what| EncryptionError::Unsupported {
-            id: id.to_owned(),
-            what,
-        };
-        match entry {
-            None => Err(EncryptionError::Unknown {
-                id: id.to_owned(),
-                path: self.0.clone(),
-            }),
-            Some(entry) if entry.kind != "metadata" => {
-                Err(unsupported(format!("type {:?}", entry.kind)))
-            }
-            Some(entry) if entry.secret_name.is_some() => Err(unsupported(
-                "secretName, a Kubernetes secret that is read by the driver,".to_owned(),
-            )),
-            Some(_) => Ok(Kms::Metadata),
-        }
-    }
 }
 
 /// A sealed passphrase, as stored.
@@ -277,39 +221,6 @@ mod tests {
             sealed,
         );
         assert_eq!(opened.unwrap().reveal(), "dGhlIHZvbHVtZSdzIG93biBvbmU=");
-    }
-
-    #[test]
-    fn key_management_systems_are_read_from_their_file() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("config.json");
-        let config = KmsConfig::new(&path);
-        assert_eq!(config.get("").unwrap(), Kms::Secret);
-        assert_eq!(config.get("default").unwrap(), Kms::Secret);
-        let none = config.get("x").unwrap_err();
-        assert!(matches!(none, EncryptionError::NoFile { .. }), "{none:?}");
-        assert!(none.to_string().contains("config.json"), "{none}");
-        fs::write(&path, "{").unwrap();
-        assert!(matches!(
-            config.get("x"),
-            Err(EncryptionError::Config { .. })
-        ));
-        let text = r#"{
-            "own": {"encryptionKMSType": "metadata"},
-            "elsewhere": {"encryptionKMSType": "metadata", "secretName": "s"},
-            "vault": {"encryptionKMSType": "vault", "vaultAddress": "https://v"}
-        }"#;
-        fs::write(&path, text).unwrap();
-        assert_eq!(config.get("own").unwrap(), Kms::Metadata);
-        assert!(matches!(
-            config.get("x"),
-            Err(EncryptionError::Unknown { .. })
-        ));
-        for id in ["elsewhere", "vault"] {
-            let refused = config.get(id).unwrap_err();
-            assert!(matches!(refused, EncryptionError::Unsupported { .. }));
-            assert!(refused.to_string().contains(id), "{refused}");
-        }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use super::{
     library::{EncryptionMetadata, QueriedImage},
 };
 use crate::{
-    ceph::csi_format::encryption::{self, Kms},
+    ceph::kms::{DEFAULT_KMS, Kms},
     device::{
         AttachOptions, HeldOpen, Source,
         backend::Purpose,
@@ -40,27 +40,47 @@ impl BoundCephImage<'_> {
         let (under, domain) = (&lower.block, source.domain());
         let queried = known.queried(&self.images.connections)?;
         let metadata = queried.map(QueriedImage::encryption).transpose()?;
-        let kms = self.images.kms.get(kms).map_err(CephImageError::from)?;
-        let passphrase = passphrase(kms, known, metadata.as_ref(), options)?;
-        let is_encrypted = metadata.is_some_and(|metadata| metadata.encrypted);
-        let over = luks::over(under.dev)
-            .map_err(luks::failed("look for what is over the mapped image"))?;
-        if over.is_none() {
-            let origin = match kms {
-                Kms::Secret => PassphraseOrigin::People,
-                Kms::Metadata => PassphraseOrigin::Random,
-            };
-            let format = || luks::format(under, &passphrase, origin, &domain);
-            self.format_once(known, under, &held, is_encrypted, options, format)?;
-        }
+        let is_encrypted = metadata.as_ref().is_some_and(|metadata| metadata.encrypted);
         let name = luks::name_of(&options.volume_id);
-        held.check()?;
-        let (over, _) = luks::open(under, &name, &passphrase, options.read_only, &domain)?;
+        let opened = luks::find_open(under, &name, options.read_only)?;
+        let over = if let Some(over) = opened {
+            // A repeat of a stage needs no passphrase, and so no KMS that answers.
+            over
+        } else {
+            let kms = self.kms(kms, queried, options)?;
+            let passphrase = passphrase(&kms, known, metadata.as_ref(), options)?;
+            let over = luks::over(under.dev)
+                .map_err(luks::failed("look for what is over the mapped image"))?;
+            if over.is_none() {
+                let origin = match kms {
+                    Kms::Secret => PassphraseOrigin::People,
+                    Kms::Metadata(_) | Kms::Service(_) => PassphraseOrigin::Random,
+                };
+                let format = || luks::format(under, &passphrase, origin, &domain);
+                self.format_once(known, under, &held, is_encrypted, options, format)?;
+            }
+            held.check()?;
+            luks::open(under, &name, &passphrase, options.read_only, &domain)?.0
+        };
         if let Some(queried) = queried.filter(|_| !is_encrypted && !options.read_only) {
             // The image holds data from now on.
             queried.set_encrypted()?;
         }
         Ok(over)
+    }
+
+    /// The KMS of that id; of the volume's tenant, by its journal.
+    fn kms(
+        &self,
+        id: &str,
+        queried: Option<&QueriedImage>,
+        options: &AttachOptions,
+    ) -> Result<Kms, CephImageError> {
+        let tenant = match queried {
+            Some(queried) if id != DEFAULT_KMS => queried.tenant(&options.volume_id)?,
+            _ => String::new(),
+        };
+        Ok(self.images.kms.get(id, &tenant)?)
     }
 
     /// Formats the device, unless it has a complete header.
@@ -111,20 +131,16 @@ impl BoundCephImage<'_> {
 }
 
 fn passphrase(
-    kms: Kms,
+    kms: &Kms,
     known: &Known<'_>,
     metadata: Option<&EncryptionMetadata>,
     options: &AttachOptions,
 ) -> Result<Secret, CephImageError> {
-    let with = encryption::passphrase(&options.secrets)?;
-    match (kms, metadata) {
-        (Kms::Secret, _) => Ok(with.clone()),
-        (Kms::Metadata, None) => Err(CephImageError::Unreadable {
+    if matches!(kms, Kms::Metadata(_)) && metadata.is_none() {
+        return Err(CephImageError::Unreadable {
             image: known.image.to_string(),
-        }),
-        (Kms::Metadata, Some(metadata)) => {
-            let sealed = metadata.sealed.as_deref().unwrap_or_default();
-            Ok(encryption::open(with, &options.volume_id, sealed)?)
-        }
+        });
     }
+    let sealed = metadata.and_then(|metadata| metadata.sealed.as_deref());
+    Ok(kms.load(&options.secrets, &options.volume_id, sealed)?)
 }

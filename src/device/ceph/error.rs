@@ -7,7 +7,7 @@ use crate::{
     Kind,
     ceph::{
         client::{CephError, CredentialsError, rbd::Watcher},
-        csi_format::{config::ConfigError, encryption::EncryptionError},
+        csi_format::{config::ConfigError, encryption::EncryptionError, journal::JournalError},
         krbd,
     },
     error_chain,
@@ -66,6 +66,9 @@ pub enum CephImageError {
     /// The passphrase is missing, or cannot be unsealed.
     #[error(transparent)]
     Encryption(#[from] EncryptionError),
+    /// The volume's entry in the journal cannot be read.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
     /// The passphrase is in the image's metadata, which cannot be read.
     #[error(
         "the passphrase of image {image} is in its metadata, which only librbd reads; install librbd1 in the agent's image"
@@ -176,6 +179,7 @@ impl CephImageError {
             Self::Encryption(error) => match error {
                 EncryptionError::Missing | EncryptionError::Wrong => Kind::Unauthenticated,
                 EncryptionError::Config { .. } => Kind::Transient,
+                EncryptionError::Service { kind, .. } => *kind,
                 _ => Kind::Precondition,
             },
             Self::Cluster(error) if error.is_access_denied() => Kind::Unauthenticated,
@@ -186,6 +190,7 @@ impl CephImageError {
             Self::Credentials(_) => Kind::Unauthenticated,
             Self::BeingMapped => Kind::InUse,
             Self::Cluster(_)
+            | Self::Journal(JournalError::Ceph(_))
             | Self::NotUndone { .. }
             | Self::UnknownClient { .. }
             | Self::Unserved { .. } => Kind::Transient,

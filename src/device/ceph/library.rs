@@ -22,6 +22,8 @@ use crate::{
         csi_format::{
             config::ClusterConfig,
             encryption::{ENCRYPTED, SEALED_KEY, STATE_KEY, value_of},
+            handle::CephVolumeHandle,
+            journal::{self, JournalKind},
         },
         krbd::ImageSpec,
     },
@@ -143,6 +145,16 @@ impl QueriedImage {
             encrypted: value_of(&metadata, STATE_KEY) == Some(ENCRYPTED),
             sealed: value_of(&metadata, SEALED_KEY).map(str::to_owned),
         })
+    }
+
+    /// The tenant of the volume with that handle, by ceph-csi's journal; empty if that has
+    /// none.
+    pub fn tenant(&self, handle: &str) -> Result<String, CephImageError> {
+        let Ok(CephVolumeHandle::Journaled(handle)) = handle.parse() else {
+            return Ok(String::new());
+        };
+        let entry = journal::read(JournalKind::Volume, &self.pool, handle.uuid())?;
+        Ok(entry.unwrap_or_default().owner)
     }
 
     /// Records in its metadata that it holds encrypted data from now on.

@@ -10,11 +10,11 @@ use crate::{
     ceph::{
         client::rbd::Features,
         csi_format::{
-            encryption::DEFAULT_KMS,
             handle::CephVolumeHandle,
             journal::JournalKind,
             map_options::{KRBD, MapOptions, OptionError, part_for},
         },
+        kms::DEFAULT_KMS,
         krbd::ImageSpec,
     },
     device::{SourceError, context::VolumeContext, luks},

@@ -6,10 +6,8 @@ use serde::{Deserialize, Serialize};
 use super::CephSource;
 use crate::{
     ceph::{
-        csi_format::{
-            encryption::DEFAULT_KMS,
-            map_options::{KRBD, NBD, part_for},
-        },
+        csi_format::map_options::{KRBD, NBD, part_for},
+        kms::DEFAULT_KMS,
         krbd::ImageSpec,
     },
     device::{Backing, Device, StageFile},

@@ -25,7 +25,11 @@ impl Home {
         let images = CephImages {
             clusters: Some(Arc::new(Clusters::new(at("config.json")))),
             mappings: Arc::new(Mappings::new(at("cluster-mapping.json"))),
-            kms: KmsConfig::new(&at("kms.json")),
+            kms: KmsConfig {
+                config: at("kms.json"),
+                secrets: at("kms-secrets"),
+                token: at("kms-token"),
+            },
             connections: Connections::new(Timeouts::default()).unwrap(),
             mapper: Mapper::open(at("map")).unwrap(),
             supervisor: None,

@@ -14,7 +14,7 @@ use super::{
     RbdStore,
     copies::{drop_snapshot, temporary},
     error::RbdError,
-    found::source_named,
+    found::{ClusterConnection, handle_of, source_named},
 };
 use crate::{
     ceph::{
@@ -33,6 +33,7 @@ use crate::{
 #[derive(Clone, Copy)]
 pub struct Attempt<'a> {
     pub store: &'a RbdStore,
+    pub link: &'a ClusterConnection,
     pub journal: &'a Journal,
     /// The pool of the names.
     pub directory: &'a IoCtx,
@@ -157,6 +158,8 @@ impl Attempt<'_> {
         if let Some((pool, source)) = self.source(&entry)? {
             drop_snapshot(&pool, &source, &snapshot)?;
         }
+        let handle = handle_of(self.link, self.pool, uuid);
+        self.store.keeper(self.secrets).remove(&entry, &handle)?;
         let (directory, pool) = (self.directory, self.pool);
         self.journal
             .forget(directory, pool, self.name, self.reserved)?;

@@ -119,7 +119,7 @@ impl Class {
         class.options.striping = striping(unit, count, class.options.object_size)?;
         class.check_mapping(mounter)?;
         class.limits = QosLimits::of_class(given)?;
-        class.encryption = Encryption::of_class(given)?;
+        class.encryption = Encryption::of_class(given, &class.owner)?;
         Ok(class)
     }
 

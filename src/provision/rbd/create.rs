@@ -165,6 +165,7 @@ impl<'a> Creation<'a> {
     fn attempt<'s>(&'s self, pool: &'s IoCtx, reserved: NameEntry) -> Attempt<'s> {
         Attempt {
             store: self.store,
+            link: self.link,
             journal: &self.store.volumes,
             directory: &self.journal,
             pool,
@@ -306,7 +307,8 @@ impl<'a> Creation<'a> {
         if !is_same {
             return Err(self.differs("its content source differs".to_owned()));
         }
-        if Encryption::of_journal(entry)? != self.class.encryption {
+        let kms = |encryption: &Option<Encryption>| encryption.as_ref().map(|e| e.kms.clone());
+        if kms(&Encryption::of_journal(entry)?) != kms(&self.class.encryption) {
             return Err(self.differs("its encryption differs".to_owned()));
         }
         Ok(())

@@ -19,13 +19,13 @@ use crate::{
     ceph::{
         client::rbd::Image,
         csi_format::{
-            encryption::{
-                DEFAULT_KMS, EncryptionError, Kms, KmsConfig, PREPARED, SEALED_KEY, STATE_KEY,
-                generate, open, passphrase, seal, value_of,
-            },
+            encryption::{EncryptionError, PREPARED, SEALED_KEY, STATE_KEY, value_of},
             journal::JournalEntry,
         },
+        kms::{DEFAULT_KMS, Kms, KmsConfig},
     },
+    error_chain,
+    kind::Kind,
     secret::{Secret, Secrets},
 };
 
@@ -34,14 +34,19 @@ use crate::{
 pub struct Encryption {
     /// `encryptionKMSID`: the KMS of the passphrase.
     pub kms: String,
+    /// The namespace of its claim; empty if it is unknown.
+    pub tenant: String,
 }
 
 /// The journal's word for encrypted block devices.
 pub const BLOCK: &str = "block";
 
 impl Encryption {
-    /// The encryption of a class.
-    pub fn of_class(given: &HashMap<String, String>) -> Result<Option<Self>, ProvisionError> {
+    /// The encryption of a class, for a volume of that tenant.
+    pub fn of_class(
+        given: &HashMap<String, String>,
+        tenant: &str,
+    ) -> Result<Option<Self>, ProvisionError> {
         let get = |name: &str| given.get(name).map(String::as_str).unwrap_or_default();
         let encrypted = get("encrypted");
         if encrypted.is_empty() || !yes_or_no("encrypted", encrypted)? {
@@ -63,16 +68,17 @@ impl Encryption {
         };
         Ok(Some(Self {
             kms: kms.to_owned(),
+            tenant: tenant.to_owned(),
         }))
     }
 
     /// The encryption of a volume, by the journal. Releases of ceph-csi before 3.8 do not
     /// record the type, which is its block device.
     pub fn of_journal(entry: &JournalEntry) -> Result<Option<Self>, RbdError> {
-        let kms = entry.kms.clone();
+        let (kms, tenant) = (entry.kms.clone(), entry.owner.clone());
         match entry.encryption.as_str() {
             _ if kms.is_empty() => Ok(None),
-            "" | BLOCK => Ok(Some(Self { kms })),
+            "" | BLOCK => Ok(Some(Self { kms, tenant })),
             other => Err(RbdError::EncryptedOtherwise {
                 image: entry.image.clone(),
                 how: other.to_owned(),
@@ -95,20 +101,23 @@ pub type Handled<'a> = (&'a str, &'a Image);
 pub type ImageMetadata = BTreeMap<String, String>;
 
 impl PassphraseStore<'_> {
-    /// Refuses a passphrase that the KMS cannot store, before there is an image.
-    pub fn check(&self, encryption: &Encryption) -> Result<Kms, EncryptionError> {
-        passphrase(self.secrets)?;
-        self.config.get(&encryption.kms)
+    fn kms(&self, encryption: &Encryption) -> Result<Kms, EncryptionError> {
+        self.config.get(&encryption.kms, &encryption.tenant)
     }
 
-    /// Records in a blank image's metadata that it is to be encrypted, and its passphrase.
+    /// Refuses a passphrase that the KMS cannot store, before there is an image.
+    pub fn check(&self, encryption: &Encryption) -> Result<(), EncryptionError> {
+        self.kms(encryption)?.check(self.secrets)
+    }
+
+    /// Records in a blank image's metadata that it is to be encrypted, and stores its
+    /// passphrase.
     pub fn prepare(&self, encryption: &Encryption, of: Handled<'_>) -> Result<(), RbdError> {
         let (handle, image) = of;
         if value_of(&image.metadata_list()?, STATE_KEY).is_some() {
             return Ok(());
         }
-        if self.check(encryption)? == Kms::Metadata {
-            let sealed = seal(passphrase(self.secrets)?, handle, &generate());
+        if let Some(sealed) = self.kms(encryption)?.create(self.secrets, handle)? {
             image.metadata_set(SEALED_KEY, &sealed)?;
         }
         Ok(image.metadata_set(STATE_KEY, PREPARED)?)
@@ -123,17 +132,20 @@ impl PassphraseStore<'_> {
         source: &str,
         metadata: &ImageMetadata,
     ) -> Result<(), RbdError> {
-        let changes = (self.check(kept.0)?, self.check(kept.1)?);
-        if changes == (Kms::Metadata, Kms::Secret) {
-            let with = passphrase(self.secrets)?;
-            if opened(with, source, metadata)?.reveal() != with.reveal() {
+        let (from, to) = (self.kms(kept.0)?, self.kms(kept.1)?);
+        from.check(self.secrets)?;
+        to.check(self.secrets)?;
+        if matches!(to, Kms::Secret) && !matches!(from, Kms::Secret) {
+            let own = self.own(&from, source, metadata)?;
+            let with = to.load(self.secrets, source, None)?;
+            if own.reveal() != with.reveal() {
                 return Err(RbdError::OwnPassphrase(kept.1.kms.clone()));
             }
         }
         Ok(())
     }
 
-    /// Copies the metadata of the source to a copy.
+    /// Stores the passphrase of the source for a copy, and copies the state.
     pub fn copy(
         &self,
         kept: (&Encryption, &Encryption),
@@ -142,31 +154,53 @@ impl PassphraseStore<'_> {
     ) -> Result<(), RbdError> {
         let metadata = source.1.metadata_list()?;
         self.check_copy(kept, source.0, &metadata)?;
-        if self.check(kept.1)? == Kms::Metadata {
-            let with = passphrase(self.secrets)?;
-            let own = match self.check(kept.0)? {
-                Kms::Secret => with.clone(),
-                Kms::Metadata => opened(with, source.0, &metadata)?,
-            };
-            let sealed = seal(with, copy.0, &own);
-            copy.1.metadata_set(SEALED_KEY, &sealed)?;
+        let (from, to) = (self.kms(kept.0)?, self.kms(kept.1)?);
+        if !matches!(to, Kms::Secret) {
+            let own = self.own(&from, source.0, &metadata)?;
+            if let Some(sealed) = to.store(self.secrets, copy.0, &own)? {
+                copy.1.metadata_set(SEALED_KEY, &sealed)?;
+            }
         }
         let state = value_of(&metadata, STATE_KEY).unwrap_or(PREPARED);
         Ok(copy.1.metadata_set(STATE_KEY, state)?)
     }
-}
 
-/// The own passphrase of the volume with that handle.
-fn opened(
-    with: &Secret,
-    handle: &str,
-    metadata: &ImageMetadata,
-) -> Result<Secret, EncryptionError> {
-    open(
-        with,
-        handle,
-        value_of(metadata, SEALED_KEY).unwrap_or_default(),
-    )
+    /// The passphrase of the volume with that handle.
+    fn own(
+        &self,
+        kms: &Kms,
+        handle: &str,
+        metadata: &ImageMetadata,
+    ) -> Result<Secret, EncryptionError> {
+        kms.load(self.secrets, handle, value_of(metadata, SEALED_KEY))
+    }
+
+    /// Removes the passphrase of a deleted image from its KMS. If that may succeed later,
+    /// fails; else logs that the passphrase may be left.
+    pub fn remove(&self, entry: &JournalEntry, handle: &str) -> Result<(), RbdError> {
+        if entry.kms.is_empty() {
+            return Ok(());
+        }
+        let kms = self.config.get(&entry.kms, &entry.owner);
+        match kms.and_then(|kms| kms.remove(self.secrets, handle)) {
+            Ok(()) => Ok(()),
+            Err(
+                error @ EncryptionError::Service {
+                    kind: Kind::Transient,
+                    ..
+                },
+            ) => Err(error.into()),
+            Err(error) => {
+                tracing::warn!(
+                    handle,
+                    kms = entry.kms,
+                    error = error_chain(&error),
+                    "the passphrase of a deleted image may be left in its KMS, under the handle"
+                );
+                Ok(())
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -175,7 +209,7 @@ mod tests {
 
     fn parse(list: &[(&str, &str)]) -> Result<Option<Encryption>, ProvisionError> {
         let own = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
-        Encryption::of_class(&list.iter().map(own).collect())
+        Encryption::of_class(&list.iter().map(own).collect(), "tenant")
     }
 
     #[test]

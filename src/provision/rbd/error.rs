@@ -252,6 +252,7 @@ impl RbdError {
             | Self::InGroup { .. } => Kind::Invalid,
             Self::Encryption(error) => match error {
                 EncryptionError::Config { .. } => Kind::Transient,
+                EncryptionError::Service { kind, .. } => *kind,
                 EncryptionError::Malformed => Kind::Internal,
                 EncryptionError::Wrong => Kind::Unauthenticated,
                 _ => Kind::Invalid,

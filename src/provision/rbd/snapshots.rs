@@ -85,6 +85,7 @@ impl RbdStore {
     ) -> Result<Attempt<'a>, RbdError> {
         Ok(Attempt {
             store: self,
+            link: &volume.link,
             journal: &self.snapshots,
             directory: &volume.recorded()?.journal,
             pool: &volume.pool,
@@ -188,12 +189,16 @@ impl RbdStore {
         for found in self.all_of_snapshot(handle, secrets)? {
             let name = found.name().map(snapshot_named);
             let _name = name.map(|name| self.names.lock_on_lane(&name));
-            self.delete_found_snapshot(&found)?;
+            self.delete_found_snapshot(&found, secrets)?;
         }
         Ok(())
     }
 
-    fn delete_found_snapshot(&self, found: &FoundImage) -> Result<(), ProvisionError> {
+    fn delete_found_snapshot(
+        &self,
+        found: &FoundImage,
+        secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
         if let Some(Recorded { entry, .. }) = &found.recorded
             && !entry.group.is_empty()
         {
@@ -214,7 +219,7 @@ impl RbdStore {
             Err(error) => return Err(error.into()),
         }
         self.discard(found, std::slice::from_ref(&found.image))?;
-        self.name_left_key(found);
+        self.remove_key(found, secrets)?;
         forget(&self.snapshots, found)
     }
 

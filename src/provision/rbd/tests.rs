@@ -56,7 +56,11 @@ fn store_over(dir: &Path, fence_after: Option<Duration>, purge: PurgeTimes) -> R
     let settings = Settings {
         config: &dir.join("config.json"),
         mapping: &dir.join("cluster-mapping.json"),
-        kms_config: &dir.join("kms.json"),
+        kms: KmsConfig {
+            config: dir.join("kms.json"),
+            secrets: dir.join("kms-secrets"),
+            token: dir.join("kms-token"),
+        },
         instance: "default",
         operators: Operators::new(vec![own]),
         fence_after,

@@ -22,7 +22,6 @@ use crate::{
         client::rbd::{Header, Image, Mirroring, OpenMode},
         csi_format::journal::Journal,
     },
-    error_chain,
     secret::Secrets,
 };
 
@@ -48,12 +47,12 @@ impl RbdStore {
             // A create of that name must not continue with it meanwhile.
             let name = found.name().map(volume_named);
             let _name = name.map(|name| self.names.lock_on_lane(&name));
-            self.delete_found(&found)?;
+            self.delete_found(&found, secrets)?;
         }
         Ok(())
     }
 
-    fn delete_found(&self, found: &FoundImage) -> Result<(), ProvisionError> {
+    fn delete_found(&self, found: &FoundImage, secrets: &Secrets) -> Result<(), ProvisionError> {
         let temp = super::copies::temporary(&found.image);
         match self.removal(found) {
             Ok(Removal::All) => {}
@@ -63,25 +62,16 @@ impl RbdStore {
             Err(error) => return Err(error.into()),
         }
         self.discard(found, &[temp, found.image.clone()])?;
-        self.name_left_key(found);
+        self.remove_key(found, secrets)
+            .map_err(ProvisionError::from)?;
         forget(&self.volumes, found)
     }
 
-    /// Logs that the passphrase of a deleted image stays in a KMS of ceph-csi, which keeps it
-    /// under the handle: of those that this driver supports none does.
-    pub(super) fn name_left_key(&self, found: &FoundImage) {
-        let Some(Recorded { entry, .. }) = &found.recorded else {
-            return;
-        };
-        if !entry.kms.is_empty()
-            && let Err(error) = self.kms.get(&entry.kms)
-        {
-            tracing::warn!(
-                handle = found.handle,
-                kms = entry.kms,
-                error = error_chain(&error),
-                "the passphrase of a deleted image may be left in its KMS, under the handle"
-            );
+    /// Removes the passphrase of a deleted image from its KMS.
+    pub(super) fn remove_key(&self, found: &FoundImage, secrets: &Secrets) -> Result<(), RbdError> {
+        match &found.recorded {
+            Some(Recorded { entry, .. }) => self.keeper(secrets).remove(entry, &found.handle),
+            None => Ok(()),
         }
     }
 

@@ -2,11 +2,13 @@
 
 use std::{collections::HashMap, fs, path::Path};
 
+use serde_json::json;
 use testkit::{
-    Ceph, Content, Controller, ControllerSetup, MIB, Node, Sandbox, Supervisor, Volume, ceph_story,
-    claim, from_snapshot, from_volume, provisioned, rbds_of, refused, run, unstage_as_ceph_csi,
+    Ceph, Content, Controller, ControllerSetup, MIB, Node, Sandbox, Supervisor, VaultServer,
+    Volume, ceph_story, claim, from_snapshot, from_volume, provisioned, rbds_of, refused, run,
+    unstage_as_ceph_csi,
 };
-use tonic::Code::FailedPrecondition;
+use tonic::Code::{FailedPrecondition, Unavailable};
 use uring_csi::proto::csi::CreateVolumeRequest;
 
 use super::{assert_nothing_staged, write_or_check};
@@ -25,23 +27,45 @@ struct Class<'a> {
 
 impl<'a> Class<'a> {
     async fn new(sandbox: &Sandbox, ceph: &'a Ceph, more: &[(&'static str, &str)]) -> Self {
+        Self::with_kms(sandbox, ceph, more, None).await
+    }
+
+    /// The same where the KMS `vault` is that server.
+    async fn with_kms(
+        sandbox: &Sandbox,
+        ceph: &'a Ceph,
+        more: &[(&'static str, &str)],
+        vault: Option<&VaultServer>,
+    ) -> Self {
         let kms = sandbox.dir().join("kms.json");
-        fs::write(&kms, r#"{"own": {"encryptionKMSType": "metadata"}}"#).unwrap();
-        let kms = kms.to_str().unwrap();
+        let token = sandbox.dir().join("kms-token");
+        let mut sections = json!({"own": {"encryptionKMSType": "metadata"}});
+        if let Some(vault) = vault {
+            sections["vault"] = vault.section(&[]);
+            fs::write(&token, vault.web_token()).unwrap();
+        }
+        fs::write(&kms, sections.to_string()).unwrap();
+        let kms = [
+            "--kms-config",
+            kms.to_str().unwrap(),
+            "--kms-token",
+            token.to_str().unwrap(),
+        ];
         let mut setup = ControllerSetup::new(sandbox);
         setup.pools.clear();
         let config = ceph.config();
-        let args = [
-            "--ceph-config",
-            config.to_str().unwrap(),
-            "--kms-config",
-            kms,
-        ];
-        setup.args = args.map(str::to_owned).to_vec();
+        let args = ["--ceph-config", config.to_str().unwrap()];
+        setup.args = [&args[..], &kms]
+            .concat()
+            .into_iter()
+            .map(str::to_owned)
+            .collect();
         setup.secrets = ceph.secrets();
         let passphrase = ("encryptionPassphrase", "correct horse battery staple");
         let secrets = [passphrase].map(|(name, value)| (name.to_owned(), value.to_owned()));
         setup.secrets.extend(secrets);
+        let ca = vault.map(|vault| ("vault-ca".to_owned(), vault.ca()));
+        setup.secrets.extend(ca);
         // For listings.
         let own = secrets_in(sandbox, &setup.secrets);
         setup.args.extend(["--ceph-secret".to_owned(), own]);
@@ -52,7 +76,7 @@ impl<'a> Class<'a> {
             ("volumeNamePrefix", ceph.prefix()),
         ];
         parameters.extend(more.iter().map(|(key, value)| (*key, (*value).to_owned())));
-        let mut node = ceph.setup(sandbox).arg("--kms-config").arg(kms);
+        let mut node = (kms.iter()).fold(ceph.setup(sandbox), |node, arg| node.arg(arg));
         let mut supervisor = None;
         if more.contains(&("mounter", "rbd-nbd")) {
             let supervisor = supervisor.insert(Supervisor::start(sandbox).await);
@@ -208,6 +232,31 @@ fn provisioned_volumes_with_own_passphrases_live_from_create_to_delete() {
         let more = [("encrypted", "true"), ("encryptionKMSID", "own")];
         let class = Class::new(sandbox, ceph, &more).await;
         class.lifecycle("block").await;
+    });
+}
+
+#[test]
+fn provisioned_volumes_with_passphrases_in_vault_live_from_create_to_delete() {
+    ceph_story(async |sandbox, ceph| {
+        let Some(vault) = VaultServer::start() else {
+            return;
+        };
+        let more = [("encrypted", "true"), ("encryptionKMSID", "vault")];
+        let class = Class::with_kms(sandbox, ceph, &more, Some(&vault)).await;
+        class.lifecycle("ext4").await;
+
+        let volume = class.made(class.claim("ext4", "sealed", 128 * MIB)).await;
+        class.node.stage(&volume).await.unwrap();
+        vault.bao(&["operator", "seal"]);
+        // A repeat needs no passphrase, a first stage does.
+        class.node.stage(&volume).await.unwrap();
+        class.node.unstage(&volume).await.unwrap();
+        refused(
+            class.node.stage(&volume).await,
+            Unavailable,
+            &["Vault", "503"],
+        );
+        assert_nothing_staged(&class.node, &volume);
     });
 }
 

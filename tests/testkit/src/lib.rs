@@ -37,6 +37,7 @@ mod sandbox;
 mod skipped;
 mod stuck;
 mod supervisor;
+mod vault;
 mod volume;
 
 use std::{env, fmt::Debug, panic::resume_unwind, thread, time::Duration};
@@ -73,6 +74,7 @@ pub use skipped::{report_not_tested, skip_test};
 pub use stuck::{NoOthersHang, StuckFile, StuckTree};
 pub use supervisor::Supervisor;
 use tonic::{Code, Status};
+pub use vault::VaultServer;
 pub use volume::{Mode, Volume};
 
 pub const MIB: u64 = 1 << 20;

@@ -134,6 +134,7 @@ impl Survey<'_> {
         };
         let attempt = Attempt {
             store: self.store,
+            link: &self.link,
             journal,
             directory: &it.directory,
             pool,

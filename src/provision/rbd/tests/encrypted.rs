@@ -1,5 +1,8 @@
 //! Volumes that nodes encrypt, and their copies.
 
+use serde_json::{Value, json};
+use testkit::VaultServer;
+
 use super::*;
 use crate::{
     ceph::{
@@ -14,8 +17,16 @@ const PASSPHRASE: &str = "of all volumes";
 impl Home {
     /// A volume of a class with that KMS; `own` keeps each volume's own passphrase.
     fn encrypted(&self, name: &str, kms: &str) -> NewVolume {
-        let config = serde_json::json!({"own": {"encryptionKMSType": "metadata"}});
+        self.configure_kms(&json!({"own": {"encryptionKMSType": "metadata"}}));
+        self.encrypted_by(name, kms)
+    }
+
+    fn configure_kms(&self, config: &Value) {
         std::fs::write(self.dir.path().join("kms.json"), config.to_string()).unwrap();
+    }
+
+    /// A volume of a class with that KMS, whatever the configuration.
+    fn encrypted_by(&self, name: &str, kms: &str) -> NewVolume {
         let mut new = self.volume(name, MIB);
         for (key, value) in [("encrypted", "True"), ("encryptionKMSID", kms)] {
             new.parameters.insert(key.to_owned(), value.to_owned());
@@ -106,4 +117,138 @@ async fn an_unconfigured_kms_is_named() {
     let refused = home.rbd.create_volume(new).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Invalid, "{refused}");
     assert!(refused.to_string().contains("kms.json"), "{refused}");
+}
+
+/// A class whose passphrases are in Vault, and another whose are in the metadata.
+struct VaultHome {
+    home: Home,
+    vault: VaultServer,
+}
+
+impl VaultHome {
+    fn new() -> Option<Self> {
+        let (home, vault) = (Home::new()?, VaultServer::start()?);
+        std::fs::write(home.dir.path().join("kms-token"), vault.web_token()).unwrap();
+        let own = Self { home, vault };
+        own.configure(&[]);
+        Some(own)
+    }
+
+    fn configure(&self, settings: &[(&str, &str)]) {
+        let vault = self.vault.section(settings);
+        let metadata = json!({"encryptionKMSType": "metadata"});
+        (self.home).configure_kms(&json!({"vault": vault, "own": metadata}));
+    }
+
+    fn volume(&self, name: &str, kms: &str) -> NewVolume {
+        let mut new = self.home.encrypted_by(name, kms);
+        let mut secrets = new.secrets.to_wire();
+        secrets.insert("vault-ca".to_owned(), self.vault.ca());
+        new.secrets = secrets.into();
+        new
+    }
+
+    async fn copy(&self, name: &str, kms: &str, source: ContentSource) -> VolumeInfo {
+        let source = Some(source);
+        let new = NewVolume {
+            source,
+            ..self.volume(name, kms)
+        };
+        self.home.rbd.create_volume(new).await.unwrap()
+    }
+
+    fn secrets(&self) -> Secrets {
+        self.volume("any", "vault").secrets
+    }
+}
+
+#[tokio::test]
+async fn a_passphrase_is_in_vault_as_long_as_its_volume_exists() {
+    let Some(there) = VaultHome::new() else {
+        return;
+    };
+    let VaultHome { home, vault } = &there;
+    let made = home.make(there.volume("one", "vault")).await;
+    let own = vault.passphrase(&made.handle).unwrap();
+    assert_eq!(home.metadata_of(&made, SEALED_KEY), None);
+    assert_eq!(
+        home.metadata_of(&made, STATE_KEY).as_deref(),
+        Some(PREPARED)
+    );
+    // A repeat keeps it.
+    home.make(there.volume("one", "vault")).await;
+    assert_eq!(vault.passphrase(&made.handle), Some(own.clone()));
+
+    let mut new = home.snapshot("moment", &made.handle);
+    new.secrets = there.secrets();
+    let snapshot = home.rbd.create_snapshot(new).await.unwrap();
+    let source = ContentSource::Snapshot(snapshot.handle.clone());
+    let restored = there.copy("restored", "vault", source).await;
+    // To another KMS and back.
+    let source = ContentSource::Volume(made.handle.clone());
+    let moved = there.copy("moved", "own", source).await;
+    assert_eq!(vault.passphrase(&moved.handle), None);
+    let source = ContentSource::Volume(moved.handle.clone());
+    let back = there.copy("back", "vault", source).await;
+    for handle in [&snapshot.handle, &restored.handle, &back.handle] {
+        assert_eq!(vault.passphrase(handle), Some(own.clone()), "{handle}");
+    }
+
+    for handle in [&restored.handle, &back.handle, &moved.handle, &made.handle] {
+        home.rbd
+            .delete_volume(handle.clone(), there.secrets())
+            .await
+            .unwrap();
+        assert_eq!(vault.passphrase(handle), None, "{handle}");
+    }
+    let deleted = home
+        .rbd
+        .delete_snapshot(snapshot.handle.clone(), there.secrets());
+    deleted.await.unwrap();
+    assert_eq!(vault.passphrase(&snapshot.handle), None);
+    assert!(home.images().is_empty());
+}
+
+#[tokio::test]
+async fn a_delete_waits_for_a_vault_that_does_not_answer() {
+    let Some(there) = VaultHome::new() else {
+        return;
+    };
+    let VaultHome { home, vault } = &there;
+    let made = home.make(there.volume("one", "vault")).await;
+    there.configure(&[("vaultAddress", "https://127.0.0.1:1")]);
+    let delete = || home.rbd.delete_volume(made.handle.clone(), there.secrets());
+    let refused = delete().await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Transient, "{refused}");
+    assert!(refused.to_string().contains("127.0.0.1:1/"), "{refused}");
+    let unmade = home.rbd.create_volume(there.volume("two", "vault")).await;
+    assert_eq!(unmade.unwrap_err().kind(), ErrorKind::Transient);
+    there.configure(&[]);
+    delete().await.unwrap();
+    assert_eq!(vault.passphrase(&made.handle), None);
+    // Nothing of the other is left.
+    assert!(home.images().is_empty());
+    let listed = vault.try_bao(&["kv", "list", "secret/csi"]);
+    assert!(listed.unwrap_err().contains("No value found"));
+}
+
+#[tokio::test]
+async fn a_failed_create_leaves_no_passphrase() {
+    let Some(there) = VaultHome::new() else {
+        return;
+    };
+    let VaultHome { home, vault } = &there;
+    // Vault may be read there, not written.
+    let read_only = home.dir.path().join("policy");
+    let rules = r#"path "secret/data/csi/*" { capabilities = ["read"] }"#;
+    std::fs::write(&read_only, rules).unwrap();
+    vault.bao(&["policy", "write", "csi", read_only.to_str().unwrap()]);
+    let refused = home.rbd.create_volume(there.volume("one", "vault")).await;
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unauthenticated, "{refused}");
+    assert!(
+        refused.to_string().contains("permission denied"),
+        "{refused}"
+    );
+    assert!(home.images().is_empty());
 }

@@ -1,0 +1,311 @@
+//! Key management systems: where the passphrases of encrypted volumes are kept.
+//!
+//! ```text
+//!  default       one passphrase for all volumes: the request's secret has it
+//!  metadata      the volume's own, sealed, in the image's metadata
+//!  vault         the volume's own, in HashiCorp Vault or OpenBao, under the volume's
+//!  vaulttokens   handle; one login for all volumes, or a token for each tenant
+//! ```
+//!
+//! The StorageClass names one by `encryptionKMSID`, a section of ceph-csi's configuration.
+//! What that section names by a Secret of Kubernetes, ceph-csi reads by the API; this driver
+//! has no access to the API, and reads a directory in which the Secrets are mounted.
+//!
+//! A tenant is the namespace of the volume's claim, in the journal's `csi.volume.owner`.
+
+use std::{
+    collections::HashMap,
+    fmt, fs, io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use serde::Deserialize;
+use serde_json::Value;
+use zeroize::Zeroizing;
+
+use super::csi_format::encryption::{EncryptionError, generate, open, passphrase, seal};
+use crate::secret::{Secret, Secrets};
+
+#[cfg(feature = "kms")]
+mod vault;
+
+/// The id of the key management system that needs no configuration.
+pub const DEFAULT_KMS: &str = "default";
+
+/// The key of a Secret, or of a request's secrets, that has a passphrase.
+const PASSPHRASE: &str = "encryptionPassphrase";
+
+/// The place of a volume's passphrase.
+#[derive(Clone, Debug)]
+pub enum Kms {
+    /// The request's secret.
+    Secret,
+    /// The image's metadata, sealed with the passphrase of this file; none: with the
+    /// request's.
+    Metadata(Option<PathBuf>),
+    /// A service, under the volume's handle.
+    Service(Arc<dyn KeyService>),
+}
+
+/// A service that keeps passphrases, each under its volume's handle. Its calls block.
+pub trait KeyService: fmt::Debug + Send + Sync {
+    /// Refuses secrets of a request with which no call can succeed; asks no server.
+    fn check(&self, secrets: &Secrets) -> Result<(), EncryptionError>;
+
+    /// The passphrase under the handle.
+    fn load(&self, secrets: &Secrets, handle: &str) -> Result<Secret, EncryptionError>;
+
+    /// Stores a passphrase under the handle.
+    fn store(
+        &self,
+        secrets: &Secrets,
+        handle: &str,
+        passphrase: &Secret,
+        existing: Existing,
+    ) -> Result<(), EncryptionError>;
+
+    /// Removes the passphrase under the handle, if there is one.
+    fn remove(&self, secrets: &Secrets, handle: &str) -> Result<(), EncryptionError>;
+}
+
+/// What becomes of a passphrase that is under the handle already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Existing {
+    /// It stays.
+    Keep,
+    /// The new one replaces it.
+    Replace,
+}
+
+impl Kms {
+    /// Refuses secrets of a request with which the KMS cannot work.
+    pub fn check(&self, secrets: &Secrets) -> Result<(), EncryptionError> {
+        match self {
+            Self::Secret | Self::Metadata(None) => passphrase(secrets).map(drop),
+            Self::Metadata(Some(file)) => read(file).map(drop),
+            Self::Service(service) => service.check(secrets),
+        }
+    }
+
+    /// The passphrase of the volume with that handle; `sealed` is the one of its image's
+    /// metadata.
+    pub fn load(
+        &self,
+        secrets: &Secrets,
+        handle: &str,
+        sealed: Option<&str>,
+    ) -> Result<Secret, EncryptionError> {
+        match self {
+            Self::Secret => passphrase(secrets).cloned(),
+            Self::Metadata(file) => {
+                let with = sealing(file.as_deref(), secrets)?;
+                open(&with, handle, sealed.unwrap_or_default())
+            }
+            Self::Service(service) => service.load(secrets, handle),
+        }
+    }
+
+    /// Makes the passphrase of a new volume, unless its service has one. Returns what the
+    /// image's metadata must have.
+    pub fn create(
+        &self,
+        secrets: &Secrets,
+        handle: &str,
+    ) -> Result<Option<String>, EncryptionError> {
+        self.keep(secrets, handle, Existing::Keep, generate)
+    }
+
+    /// Stores the passphrase of a copy. Returns what the image's metadata must have.
+    pub fn store(
+        &self,
+        secrets: &Secrets,
+        handle: &str,
+        own: &Secret,
+    ) -> Result<Option<String>, EncryptionError> {
+        self.keep(secrets, handle, Existing::Replace, || own.clone())
+    }
+
+    fn keep(
+        &self,
+        secrets: &Secrets,
+        handle: &str,
+        existing: Existing,
+        own: impl FnOnce() -> Secret,
+    ) -> Result<Option<String>, EncryptionError> {
+        match self {
+            Self::Secret => Ok(None),
+            Self::Metadata(file) => {
+                let with = sealing(file.as_deref(), secrets)?;
+                Ok(Some(seal(&with, handle, &own())))
+            }
+            Self::Service(service) => {
+                service.store(secrets, handle, &own(), existing)?;
+                Ok(None)
+            }
+        }
+    }
+
+    /// Removes the passphrase of a deleted image. What is in its metadata went with it.
+    pub fn remove(&self, secrets: &Secrets, handle: &str) -> Result<(), EncryptionError> {
+        match self {
+            Self::Secret | Self::Metadata(_) => Ok(()),
+            Self::Service(service) => service.remove(secrets, handle),
+        }
+    }
+}
+
+/// The passphrase that seals those of volumes.
+fn sealing(file: Option<&Path>, secrets: &Secrets) -> Result<Secret, EncryptionError> {
+    match file {
+        None => passphrase(secrets).cloned(),
+        Some(file) => read(file),
+    }
+}
+
+/// A value of a mounted Secret, or a token.
+fn read(path: &Path) -> Result<Secret, EncryptionError> {
+    let text = fs::read_to_string(path).map(Zeroizing::new);
+    let text = text.map_err(|source| EncryptionError::Config {
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(Secret::new(text.trim_end_matches('\n').to_owned()))
+}
+
+/// The key management systems, by id, and the files that they need.
+#[derive(Clone, Debug)]
+pub struct KmsConfig {
+    /// ceph-csi's `ceph-csi-encryption-kms-config`: JSON, an object of sections. Or a
+    /// directory of one file a section, as which `csi-kms-connection-details` is mounted.
+    pub config: PathBuf,
+    /// The mounted Secrets: `NAMESPACE/NAME/KEY`.
+    pub secrets: PathBuf,
+    /// The token of this pod's service account, for a login at Vault.
+    pub token: PathBuf,
+}
+
+/// The keys of a section that are not of one service alone. Of [`KmsConfig`].
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Section {
+    #[serde(rename = "encryptionKMSType", alias = "KMS_PROVIDER")]
+    kind: String,
+    secret_name: Option<String>,
+    secret_namespace: Option<String>,
+}
+
+/// A section by its id, for a volume of a tenant.
+struct Lookup<'a> {
+    config: &'a KmsConfig,
+    id: &'a str,
+    /// Empty if the volume has none.
+    tenant: &'a str,
+}
+
+impl KmsConfig {
+    /// The key management system of an id, for a volume of that tenant; of an empty id, the
+    /// default. The configuration is read anew by each call.
+    pub fn get(&self, id: &str, tenant: &str) -> Result<Kms, EncryptionError> {
+        if id.is_empty() || id == DEFAULT_KMS {
+            return Ok(Kms::Secret);
+        }
+        let config = self;
+        Lookup { config, id, tenant }.kms()
+    }
+
+    fn section(&self, id: &str) -> io::Result<Option<Value>> {
+        if !self.config.is_dir() {
+            let mut sections: HashMap<String, Value> =
+                serde_json::from_slice(&fs::read(&self.config)?)?;
+            return Ok(sections.remove(id));
+        }
+        if !is_name(id) {
+            return Ok(None);
+        }
+        match fs::read(self.config.join(id)) {
+            Ok(text) => Ok(Some(serde_json::from_slice(&text)?)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Lookup<'_> {
+    fn kms(&self) -> Result<Kms, EncryptionError> {
+        let (id, path) = (self.id.to_owned(), self.config.config.clone());
+        let value = match self.config.section(self.id) {
+            Ok(Some(value)) => value,
+            Ok(None) => return Err(EncryptionError::Unknown { id, path }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(EncryptionError::NoFile { id, path });
+            }
+            Err(source) => return Err(EncryptionError::Config { path, source }),
+        };
+        let section: Section = self.parse(&value)?;
+        match section.kind.as_str() {
+            "metadata" => match &section.secret_name {
+                None => Ok(Kms::Metadata(None)),
+                Some(name) => {
+                    let of_tenant = || self.tenant().map(str::to_owned);
+                    let namespace = section.secret_namespace.map_or_else(of_tenant, Ok)?;
+                    let file = self.secret("secretNamespace", &[&namespace, name, PASSPHRASE])?;
+                    Ok(Kms::Metadata(Some(file)))
+                }
+            },
+            #[cfg(feature = "kms")]
+            "vault" | "vaulttokens" => Ok(Kms::Service(Arc::new(vault::Vault::of(
+                self,
+                &section.kind,
+                &value,
+            )?))),
+            kind => Err(EncryptionError::Unsupported {
+                id,
+                what: format!("type {kind:?}"),
+            }),
+        }
+    }
+
+    fn parse<T: for<'de> Deserialize<'de>>(&self, section: &Value) -> Result<T, EncryptionError> {
+        T::deserialize(section).map_err(|error| self.invalid(error.to_string()))
+    }
+
+    fn invalid(&self, why: String) -> EncryptionError {
+        EncryptionError::Section {
+            id: self.id.to_owned(),
+            path: self.config.config.clone(),
+            why,
+        }
+    }
+
+    fn tenant(&self) -> Result<&str, EncryptionError> {
+        match self.tenant {
+            "" => Err(EncryptionError::NoTenant {
+                id: self.id.to_owned(),
+            }),
+            tenant => Ok(tenant),
+        }
+    }
+
+    /// The file of a mounted Secret's value, by the names of the directories and the file.
+    fn secret(&self, key: &str, names: &[&str]) -> Result<PathBuf, EncryptionError> {
+        let mut path = self.config.secrets.clone();
+        for name in names {
+            if !is_name(name) {
+                return Err(self.invalid(format!("{key}: {name:?} is not a name of Kubernetes")));
+            }
+            path.push(name);
+        }
+        Ok(path)
+    }
+}
+
+/// Whether it may be the name of an object of Kubernetes, or of a Secret's key: such a name
+/// leads to no other directory.
+fn is_name(text: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
+    (1..=253).contains(&text.len()) && !text.starts_with('.') && text.bytes().all(allowed)
+}
+
+#[cfg(test)]
+mod tests;
