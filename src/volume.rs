@@ -4,7 +4,7 @@
 //!  gRPC handlers ──NodeHandle──▶ Node, on the runtime thread
 //!                                   │ submit: one task a volume, equal calls join
 //!                                   ▼
-//!    stage  unstage  publish  expand  reclaim  inline  format  stats  health
+//!    stage  unstage  publish  expand  reclaim  rotate_key  inline  format  stats  health
 //!             │ all that may hang: one function on            │ no lock,
 //!             ▼ the volume's lane                             ▼ no device
 //!        device · fs · mount                              statx, statfs, sysfs
@@ -53,6 +53,7 @@ mod publish;
 mod reclaim;
 mod reconcile;
 pub mod record;
+mod rotate_key;
 pub mod spec;
 mod stage;
 mod stats;

@@ -231,6 +231,16 @@ pub trait BackendVolume {
     fn allocated_bytes(&self) -> Option<u64> {
         None
     }
+    /// Gives the source another passphrase, whose device is encrypted.
+    fn rotate_key(
+        &self,
+        device: &Device,
+        _volume_id: &str,
+        _secrets: &Secrets,
+    ) -> Result<(), DeviceError> {
+        let device = device.node.clone();
+        Err(DeviceError::NotEncrypted { device })
+    }
     /// Makes the device at least `bytes` large if this node grows the source, and else
     /// follows the size that the controller or the server has given it.
     /// Returns the device's size in bytes.

@@ -31,6 +31,7 @@ use crate::{
         krbd::{self, ImageSpec, Mapped, Mapper, Monitors},
     },
     kernel::{Dev, block::BlockDev, nbd::identifier_of, sysfs},
+    secret::Secrets,
     supervisor::Watch,
 };
 
@@ -388,6 +389,19 @@ impl BackendVolume for BoundCephImage<'_> {
 
     fn leaves_partial_format(&self, volume_id: &str) -> Result<bool, DeviceError> {
         self.images.format_markers.is_fresh(self.source, volume_id)
+    }
+
+    fn rotate_key(
+        &self,
+        device: &Device,
+        volume_id: &str,
+        secrets: &Secrets,
+    ) -> Result<(), DeviceError> {
+        if let (Some(under), Some(kms)) = (&device.encrypted, &self.source.kms) {
+            return Ok(self.rotate(under, kms, volume_id, secrets)?);
+        }
+        let device = device.node.clone();
+        Err(DeviceError::NotEncrypted { device })
     }
 
     /// The controller grows the image; the device follows.

@@ -66,6 +66,12 @@ pub enum DeviceError {
         /// Its size.
         bytes: u64,
     },
+    /// It has no passphrase.
+    #[error("{device} is not encrypted")]
+    NotEncrypted {
+        /// The device's node.
+        device: PathBuf,
+    },
     /// The kernel refused something else.
     #[error("cannot {what}")]
     Io {
@@ -97,6 +103,7 @@ impl DeviceError {
             Self::Ceph(error) => error.kind(),
             Self::AttachedOtherwise { .. } | Self::TooSmall { .. } => Kind::Precondition,
             Self::Busy { .. } => Kind::InUse,
+            Self::NotEncrypted { .. } => Kind::Unsupported,
             Self::Extend { source, .. } => match source.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Kind::Exhausted,
                 _ => Kind::Transient,

@@ -37,6 +37,10 @@ use crate::{
     secret::Secret,
 };
 
+mod key_slots;
+
+pub use key_slots::KeySlots;
+
 /// Why a device could not be encrypted, opened, resized or closed. The text
 /// never has a passphrase.
 #[derive(Debug, thiserror::Error)]
@@ -57,6 +61,9 @@ pub enum LuksError {
         node.display()
     )]
     Unfinished { node: PathBuf },
+    /// There is no free key slot.
+    #[error("the LUKS header on {} has no free key slot; remove one (cryptsetup luksKillSlot)", node.display())]
+    NoSlot { node: PathBuf },
     /// The mapping is in use.
     #[error("the mapping {name} is in use")]
     Busy { name: String },
@@ -93,11 +100,17 @@ impl LuksError {
     pub fn kind(&self) -> Kind {
         match self {
             Self::Passphrase { .. } => Kind::Unauthenticated,
-            Self::Foreign { .. } | Self::Unfinished { .. } | Self::Other { .. } => {
-                Kind::Precondition
-            }
+            Self::Foreign { .. }
+            | Self::Unfinished { .. }
+            | Self::NoSlot { .. }
+            | Self::Other { .. } => Kind::Precondition,
             Self::Busy { .. } | Self::Failed { .. } | Self::Io { .. } => Kind::Transient,
         }
+    }
+
+    /// Whether cryptsetup reports that no key slot opens with the passphrase.
+    fn is_no_permission(&self) -> bool {
+        matches!(self, Self::Failed { status, .. } if status.code() == Some(NO_PERMISSION))
     }
 }
 
@@ -184,7 +197,7 @@ pub fn format(
     let node = under.node.to_string_lossy();
     let fixed = ["--batch-mode", "--type=luks2", "--hash=sha256"];
     let args = [&fixed, origin.derivation(), &["--key-file=-", &node]].concat();
-    derive_key("luksFormat", &args, &node, passphrase, domain).map(drop)
+    derive_key("luksFormat", &args, &node, passphrase.reveal(), domain).map(drop)
 }
 
 /// The mapping of that name over the device, if it is open.
@@ -227,7 +240,7 @@ pub fn open(
     if read_only {
         args.insert(0, "--readonly");
     }
-    derive_key("luksOpen", &args, &node, passphrase, domain)
+    derive_key("luksOpen", &args, &node, passphrase.reveal(), domain)
         .map_err(|error| why_not_opened(under, error))?;
     let mapping = find(name).and_then(|found| {
         found.ok_or_else(|| io::Error::other("it is not there after it was opened"))
@@ -243,9 +256,7 @@ fn why_not_opened(under: &BlockDev, error: LuksError) -> LuksError {
         LuksError::Failed { .. } if is_whole(under).is_ok_and(|is| !is) => {
             LuksError::Unfinished { node }
         }
-        LuksError::Failed { status, .. } if status.code() == Some(NO_PERMISSION) => {
-            LuksError::Passphrase { node }
-        }
+        error if error.is_no_permission() => LuksError::Passphrase { node },
         other => other,
     }
 }
@@ -390,13 +401,13 @@ fn derive_key(
     action: &'static str,
     args: &[&str],
     what: &str,
-    passphrase: &Secret,
+    input: &str,
     domain: &str,
 ) -> Result<Vec<u8>, LuksError> {
     // Its queue has no limit.
     let permit = GATE.get().and_then(|gate| gate.enter_on_lane(domain).ok());
     let lives = || permit.iter().for_each(Permit::renew);
-    run(action, args, what, passphrase.reveal().as_bytes(), lives)
+    run(action, args, what, input.as_bytes(), lives)
 }
 
 fn cryptsetup(action: &'static str, args: &[&str], what: &str) -> Result<Vec<u8>, LuksError> {

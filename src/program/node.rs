@@ -46,6 +46,7 @@ use crate::{
     program::sockets::{Listeners, Sockets},
     proto::{
         addons::{
+            encryptionkeyrotation::encryption_key_rotation_controller_server::EncryptionKeyRotationControllerServer,
             fence::fence_controller_server::FenceControllerServer,
             identity::identity_server::IdentityServer as AddonsIdentityServer,
             reclaimspace::reclaim_space_node_server::ReclaimSpaceNodeServer,
@@ -313,12 +314,13 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
 fn addons_routes(driver_name: &str, able: Readiness, node: NodeHandle) -> Routes {
     let mut operations = vec![Operation::NodeService, Operation::ReclaimOnline];
     if node.has_clusters() {
-        operations.push(Operation::FenceClients);
+        operations.extend([Operation::FenceClients, Operation::RotateKeys]);
     }
     let service = AddonsNode::new(node);
     let identity = AddonsIdentity::new(driver_name, able, operations);
     Routes::new(AddonsIdentityServer::new(identity))
         .add_service(ReclaimSpaceNodeServer::new(service.clone()))
+        .add_service(EncryptionKeyRotationControllerServer::new(service.clone()))
         .add_service(FenceControllerServer::new(service))
 }
 

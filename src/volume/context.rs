@@ -5,7 +5,13 @@
 //! last step ([`Context::on_lane`]): its steps block, and it has no thread while it waits
 //! for a permit for a step, an event or a child. Only [`OnLane`] has steps.
 
-use std::{future::Future, io, ops::Deref, path::PathBuf, sync::Arc};
+use std::{
+    future::Future,
+    io,
+    ops::Deref,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use futures_util::future::BoxFuture;
 use tracing::Instrument as _;
@@ -31,6 +37,21 @@ pub(super) struct Context<'a> {
 pub(super) struct OnLane<'a>(Context<'a>);
 
 impl Context<'_> {
+    /// Fails unless the volume is staged or published at the path; an empty one says nothing.
+    pub(super) fn expect_at(self, record: &Record, path: &Path) -> Result<(), Cause> {
+        let held = self.volume.held();
+        let is_target = held.iter().any(|held| held.targets.contains_key(path));
+        if path.as_os_str().is_empty()
+            || is_target
+            || path == record.staging_path
+            || path == record.mount_point()
+        {
+            return Ok(());
+        }
+        let at = path.display();
+        Err(Cause::NotFound(format!("it is not at {at} on this node")))
+    }
+
     /// Runs the blocking part of a verb on the volume's lane.
     pub(super) async fn on_lane<T, F>(self, work: F) -> T
     where

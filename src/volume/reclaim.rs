@@ -1,8 +1,6 @@
 //! Returning the space that a volume in use no longer needs: its file system discards what
 //! is free.
 
-use std::path::Path;
-
 use rustix::fd::AsFd as _;
 
 use super::{
@@ -24,20 +22,10 @@ pub(super) async fn reclaim(cx: Context<'_>, spec: &Reclaim) -> Result<Outcome, 
         .ok_or_else(|| Cause::NotFound("it is not staged on this node".to_owned()))?;
     cx.progress.backend(record.source.backend());
     for path in [&spec.staging_path, &spec.volume_path] {
-        if !path.as_os_str().is_empty() && !is_at(cx, &record, path) {
-            let at = path.display();
-            return Err(Cause::NotFound(format!("it is not at {at} on this node")));
-        }
+        cx.expect_at(&record, path)?;
     }
     refuse(&record)?;
     cx.run_on_lane(move |cx| on_lane(cx, &record)).await
-}
-
-/// Whether it is staged or published there.
-fn is_at(cx: Context<'_>, record: &Record, path: &Path) -> bool {
-    let held = cx.volume.held();
-    let is_target = held.iter().any(|held| held.targets.contains_key(path));
-    is_target || path == record.staging_path || path == record.mount_point()
 }
 
 /// Refuses the volumes of which no file system of this node's alone is mounted for writing.

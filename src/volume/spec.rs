@@ -219,6 +219,9 @@ pub enum Call {
     Expand(Expand),
     /// csi-addons' `NodeReclaimSpace`.
     Reclaim(Reclaim),
+    /// csi-addons' `EncryptionKeyRotate`, with its volume path; empty if the caller does not
+    /// say.
+    RotateKey(PathBuf),
     /// `NodeAdmin.FormatVolume`.
     Format(Format),
 }
@@ -244,7 +247,9 @@ impl Call {
                 stage(&mut spec.stage);
                 publish(&mut spec.publish);
             }
-            Self::Unstage(path) | Self::Unpublish(path) => *path = respell(path),
+            Self::Unstage(path) | Self::Unpublish(path) | Self::RotateKey(path) => {
+                *path = respell(path);
+            }
             Self::Expand(spec) => {
                 spec.volume_path = respell(&spec.volume_path);
                 spec.staging_path = respell(&spec.staging_path);
@@ -268,9 +273,13 @@ impl Call {
         match (self, other) {
             (
                 Self::Unpublish(_),
-                Self::Stage(_) | Self::Expand(_) | Self::Reclaim(_) | Self::Unpublish(_),
+                Self::Stage(_)
+                | Self::Expand(_)
+                | Self::Reclaim(_)
+                | Self::RotateKey(_)
+                | Self::Unpublish(_),
             )
-            | (Self::Publish(_), Self::Reclaim(_)) => true,
+            | (Self::Publish(_), Self::Reclaim(_) | Self::RotateKey(_)) => true,
             (Self::Unpublish(target), Self::Publish(spec)) => *target != spec.target_path,
             // The device's node must not appear while the device changes.
             (Self::Publish(spec), Self::Expand(_)) => spec.usage != Use::Block,
@@ -286,7 +295,11 @@ impl Call {
                 Some(&spec.target_path)
             }
             Self::Unstage(path) | Self::Unpublish(path) => Some(path),
-            Self::Expand(_) | Self::Reclaim(_) | Self::Format(_) | Self::ReleaseClaim(_) => None,
+            Self::Expand(_)
+            | Self::Reclaim(_)
+            | Self::RotateKey(_)
+            | Self::Format(_)
+            | Self::ReleaseClaim(_) => None,
         }
     }
 
@@ -305,6 +318,7 @@ impl Call {
             Self::Unpublish(_) => "NodeUnpublishVolume",
             Self::Expand(_) => "NodeExpandVolume",
             Self::Reclaim(_) => "NodeReclaimSpace",
+            Self::RotateKey(_) => "EncryptionKeyRotate",
             Self::Format(_) => "FormatVolume",
         }
     }

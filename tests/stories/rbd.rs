@@ -15,6 +15,7 @@ mod partial_formats;
 mod provisioned;
 pub mod rbd_nbd;
 mod refusals;
+mod rotation;
 mod secrets;
 mod takeover;
 mod watchers;

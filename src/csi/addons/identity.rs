@@ -30,6 +30,8 @@ pub enum Operation {
     FenceNetworks,
     /// `GetFenceClients`.
     FenceClients,
+    /// `EncryptionKeyRotate`.
+    RotateKeys,
 }
 
 impl From<Operation> for Capability {
@@ -53,6 +55,11 @@ impl From<Operation> for Capability {
             Operation::FenceNetworks => fence(capability::network_fence::Type::NetworkFence),
             Operation::FenceClients => fence(capability::network_fence::Type::GetClientsToFence),
             Operation::ReclaimOnline => reclaim(capability::reclaim_space::Type::Online),
+            Operation::RotateKeys => {
+                let r#type =
+                    capability::encryption_key_rotation::Type::Encryptionkeyrotation.into();
+                Type::EncryptionKeyRotation(capability::EncryptionKeyRotation { r#type })
+            }
         };
         Self { r#type: Some(kind) }
     }

@@ -14,6 +14,10 @@ use super::{
 };
 use crate::{
     proto::addons::{
+        encryptionkeyrotation::{
+            EncryptionKeyRotateRequest, EncryptionKeyRotateResponse,
+            encryption_key_rotation_controller_server::EncryptionKeyRotationController,
+        },
         fence::{
             Cidr, ClientDetails, FenceClusterNetworkRequest, FenceClusterNetworkResponse,
             GetFenceClientsRequest, GetFenceClientsResponse, ListClusterFenceRequest,
@@ -86,6 +90,28 @@ impl AddonsNode {
 }
 
 impl AddonsNode {
+    async fn rotate_key(
+        &self,
+        request: EncryptionKeyRotateRequest,
+        timeout: Duration,
+    ) -> Result<EncryptionKeyRotateResponse, Status> {
+        validate::required("volume_id", &request.volume_id)?;
+        validate::optional_path("volume_path", &request.volume_path)?;
+        if !request.encryption_key.is_empty() {
+            let why = "must be empty: the agent makes the new passphrase";
+            return Err(validate::invalid("encryption_key", why));
+        }
+        validate::secrets(&request.secrets)?;
+        let rotate = spec::Request {
+            call: Call::RotateKey(validate::clean(&request.volume_path)),
+            secrets: request.secrets.into(),
+        };
+        match self.submit(request.volume_id, rotate, timeout).await? {
+            Outcome::Done => Ok(EncryptionKeyRotateResponse {}),
+            other => Err(Status::internal(format!("a rotation ended in {other:?}"))),
+        }
+    }
+
     async fn fence_clients(
         &self,
         request: GetFenceClientsRequest,
@@ -161,5 +187,23 @@ impl ReclaimSpaceNode for AddonsNode {
         let request = request.into_inner();
         let id = request.volume_id.clone();
         observed("NodeReclaimSpace", &id, self.reclaim(request, timeout)).await
+    }
+}
+
+#[tonic::async_trait]
+impl EncryptionKeyRotationController for AddonsNode {
+    async fn encryption_key_rotate(
+        &self,
+        request: Request<EncryptionKeyRotateRequest>,
+    ) -> Result<Response<EncryptionKeyRotateResponse>, Status> {
+        let timeout = timeout(request.metadata());
+        let request = request.into_inner();
+        let id = request.volume_id.clone();
+        observed(
+            "EncryptionKeyRotate",
+            &id,
+            self.rotate_key(request, timeout),
+        )
+        .await
     }
 }

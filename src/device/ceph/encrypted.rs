@@ -11,15 +11,18 @@ use super::{
     library::{EncryptionMetadata, QueriedImage},
 };
 use crate::{
-    ceph::kms::{DEFAULT_KMS, Kms},
+    ceph::{
+        csi_format::encryption,
+        kms::{DEFAULT_KMS, Kms},
+    },
     device::{
         AttachOptions, HeldOpen, Source,
         backend::Purpose,
         error::DeviceError,
-        luks::{self, LuksContent, LuksError, PassphraseOrigin},
+        luks::{self, KeySlots, LuksContent, LuksError, PassphraseOrigin},
     },
     kernel::block::BlockDev,
-    secret::Secret,
+    secret::{Secret, Secrets},
 };
 
 impl BoundCephImage<'_> {
@@ -47,7 +50,7 @@ impl BoundCephImage<'_> {
             // A repeat of a stage needs no passphrase, and so no KMS that answers.
             over
         } else {
-            let kms = self.kms(kms, queried, options)?;
+            let kms = self.kms(kms, queried, &options.volume_id)?;
             let passphrase = passphrase(&kms, known, metadata.as_ref(), options)?;
             let over = luks::over(under.dev)
                 .map_err(luks::failed("look for what is over the mapped image"))?;
@@ -74,13 +77,49 @@ impl BoundCephImage<'_> {
         &self,
         id: &str,
         queried: Option<&QueriedImage>,
-        options: &AttachOptions,
+        volume_id: &str,
     ) -> Result<Kms, CephImageError> {
         let tenant = match queried {
-            Some(queried) if id != DEFAULT_KMS => queried.tenant(&options.volume_id)?,
+            Some(queried) if id != DEFAULT_KMS => queried.tenant(volume_id)?,
             _ => String::new(),
         };
         Ok(self.images.kms.get(id, &tenant)?)
+    }
+
+    /// Gives the image, which is mapped as `under`, a new passphrase.
+    pub(super) fn rotate(
+        &self,
+        under: &BlockDev,
+        kms_id: &str,
+        volume_id: &str,
+        secrets: &Secrets,
+    ) -> Result<(), CephImageError> {
+        let unreadable = |known: &Known<'_>| CephImageError::Unreadable {
+            image: known.image.to_string(),
+        };
+        let query = |known: &Known<'_>| match known.queried(&self.images.connections)? {
+            Some(queried) => Ok(queried.encryption()?),
+            None => Err(unreadable(known)),
+        };
+        let (known, metadata) = self.where_it_is(secrets, query)?;
+        let queried = known.queried(&self.images.connections)?;
+        let queried = queried.ok_or_else(|| unreadable(&known))?;
+        let kms = self.kms(kms_id, Some(queried), volume_id)?;
+        if let Kms::Secret = kms {
+            return Err(CephImageError::OnePassphrase);
+        }
+        let store = |passphrase: &Secret| -> Result<(), CephImageError> {
+            if let Some(sealed) = kms.store(secrets, volume_id, passphrase)? {
+                queried.set_sealed(&sealed)?;
+            }
+            Ok(())
+        };
+        let old = kms.load(secrets, volume_id, metadata.sealed.as_deref())?;
+        let domain = Source::Rbd(self.source.clone()).domain();
+        let slots = KeySlots::new(under, &domain);
+        slots.finish(&old, || store(&old))?;
+        let new = encryption::generate();
+        slots.replace(&old, &new, || store(&new))
     }
 
     /// Formats the device, unless it has a complete header.

@@ -66,6 +66,11 @@ pub enum CephImageError {
     /// The passphrase is missing, or cannot be unsealed.
     #[error(transparent)]
     Encryption(#[from] EncryptionError),
+    /// All volumes of the KMS have one passphrase.
+    #[error(
+        "its passphrase is the secret's, which other volumes have, too; only a KMS that gives each volume its own can rotate it (encryptionKMSID)"
+    )]
+    OnePassphrase,
     /// The volume's entry in the journal cannot be read.
     #[error(transparent)]
     Journal(#[from] JournalError),

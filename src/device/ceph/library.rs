@@ -157,6 +157,12 @@ impl QueriedImage {
         Ok(entry.unwrap_or_default().owner)
     }
 
+    /// Stores its own passphrase, sealed, in its metadata.
+    pub fn set_sealed(&self, sealed: &str) -> Result<(), CephError> {
+        self.open(OpenMode::ReadWrite)?
+            .metadata_set(SEALED_KEY, sealed)
+    }
+
     /// Records in its metadata that it holds encrypted data from now on.
     pub fn set_encrypted(&self) -> Result<(), CephError> {
         let image = self.open(OpenMode::ReadWrite)?;

@@ -23,6 +23,7 @@ use crate::{
         krbd::{self, Greeting, ImageSpec, Monitors, RbdDevice, Wanted},
     },
     device::AttachOptions,
+    secret::Secrets,
 };
 
 /// An image with its cluster and credentials, for one call.
@@ -58,10 +59,21 @@ impl BoundCephImage<'_> {
         &self,
         options: &AttachOptions,
     ) -> Result<(Known<'_>, LowerDevice, Done), CephImageError> {
+        let map = |known: &Known<'_>| self.map(known, options);
+        let (known, (lower, done)) = self.where_it_is(&options.secrets, map)?;
+        Ok((known, lower, done))
+    }
+
+    /// Works on the image where it is.
+    pub(super) fn where_it_is<T>(
+        &self,
+        secrets: &Secrets,
+        work: impl Fn(&Known<'_>) -> Result<T, CephImageError>,
+    ) -> Result<(Known<'_>, T), CephImageError> {
         let at = |cluster_id: &str, pool_id| {
-            let known = self.known(cluster_id, pool_id, options)?;
-            let (lower, done) = self.map(&known, options)?;
-            Ok((known, lower, done))
+            let known = self.known(cluster_id, pool_id, secrets)?;
+            let done = work(&known)?;
+            Ok((known, done))
         };
         let cluster_id = &self.source.image.cluster_id;
         let own = at(cluster_id, self.source.pool_id);
@@ -84,7 +96,7 @@ impl BoundCephImage<'_> {
         &self,
         cluster_id: &str,
         pool_id: Option<i64>,
-        options: &AttachOptions,
+        secrets: &Secrets,
     ) -> Result<Known<'_>, CephImageError> {
         let cluster = self.images.cluster(cluster_id)?;
         let mut image = self.source.image.clone();
@@ -93,7 +105,7 @@ impl BoundCephImage<'_> {
         }
         Ok(Known {
             source: self.source,
-            credentials: Credentials::from_secrets(&options.secrets)?,
+            credentials: Credentials::from_secrets(secrets)?,
             cluster,
             image,
             pool_id,

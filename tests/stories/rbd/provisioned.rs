@@ -12,14 +12,15 @@ use tonic::Code::{FailedPrecondition, Unavailable};
 use uring_csi::proto::csi::CreateVolumeRequest;
 
 use super::{assert_nothing_staged, write_or_check};
-use crate::operator::Operator;
+use crate::{addons::Addons, operator::Operator};
 
 /// Both, and a storage class with a pool of its own.
-struct Class<'a> {
+pub struct Class<'a> {
     ceph: &'a Ceph,
     pool: String,
-    controller: Controller,
-    node: Node,
+    pub controller: Controller,
+    pub node: Node,
+    pub addons: Addons,
     /// Where the class is served by rbd-nbd.
     supervisor: Option<Supervisor>,
     parameters: Vec<(&'static str, String)>,
@@ -31,7 +32,7 @@ impl<'a> Class<'a> {
     }
 
     /// The same where the KMS `vault` is that server.
-    async fn with_kms(
+    pub async fn with_kms(
         sandbox: &Sandbox,
         ceph: &'a Ceph,
         more: &[(&'static str, &str)],
@@ -45,6 +46,7 @@ impl<'a> Class<'a> {
             fs::write(&token, vault.web_token()).unwrap();
         }
         fs::write(&kms, sections.to_string()).unwrap();
+        let addons = Addons::new(sandbox);
         let kms = [
             "--kms-config",
             kms.to_str().unwrap(),
@@ -77,6 +79,7 @@ impl<'a> Class<'a> {
         ];
         parameters.extend(more.iter().map(|(key, value)| (*key, (*value).to_owned())));
         let mut node = (kms.iter()).fold(ceph.setup(sandbox), |node, arg| node.arg(arg));
+        node.args.extend(addons.args());
         let mut supervisor = None;
         if more.contains(&("mounter", "rbd-nbd")) {
             let supervisor = supervisor.insert(Supervisor::start(sandbox).await);
@@ -88,12 +91,13 @@ impl<'a> Class<'a> {
             pool,
             controller: Controller::start_with(sandbox, setup).await,
             node: Node::start_with(sandbox, node).await,
+            addons,
             supervisor,
             parameters,
         }
     }
 
-    fn claim(&self, kind: &str, name: &str, bytes: u64) -> (CreateVolumeRequest, Volume) {
+    pub fn claim(&self, kind: &str, name: &str, bytes: u64) -> (CreateVolumeRequest, Volume) {
         let requested = match kind {
             "block" => Volume::block(name),
             kind => Volume::filesystem(name, kind),
@@ -105,7 +109,7 @@ impl<'a> Class<'a> {
         (request, requested)
     }
 
-    async fn made(&self, (request, requested): (CreateVolumeRequest, Volume)) -> Volume {
+    pub async fn made(&self, (request, requested): (CreateVolumeRequest, Volume)) -> Volume {
         let made = self.controller.create(request).await.unwrap();
         let mut volume = provisioned(&made, &requested.capability);
         volume.secrets.clone_from(&self.controller.secrets);
