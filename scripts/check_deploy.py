@@ -4,9 +4,10 @@
 Builds each kustomization (by kubectl or kustomize) and checks for errors that the API
 server accepts and that only a failing pod would show: mounts of undefined volumes, mounts
 that would keep a volume busy, missing access to the host, privileges beyond
-docs/security.md, secrets that no role may read, undefined roles and accounts, images
-without a tag, classes of another driver, and unknown flags and variables of our programs
-(if they are built: BIN_DIR, by default target/debug).
+docs/security.md, secrets that no role may read, undefined roles and accounts, roles that
+no sidecar needs, ports that collide or that nothing serves, images without a tag, classes
+of another driver, unknown flags of the sidecars, and unknown flags and variables of our
+programs (if they are built: BIN_DIR, by default target/debug).
 """
 
 import os
@@ -55,6 +56,31 @@ NEEDS = {
 # drop the container's capabilities, except these.
 PRIVILEGED = ["uring-csi-node", "uring-csi-holder"]
 CAPABILITIES = {"modprobe": ["SYS_MODULE"]}
+# Addresses of servers that every address of the pod reaches.
+EVERYWHERE = {"", "0.0.0.0", "[::]"}
+# The flags of the sidecars' releases that the manifests name; their deprecated ones, such
+# as --health-port, are left out.
+ELECTING = """--csi-address --timeout --leader-election --leader-election-namespace
+    --leader-election-lease-duration --leader-election-renew-deadline
+    --leader-election-retry-period --kube-api-qps --kube-api-burst --http-endpoint
+    --metrics-path --retry-interval-start --retry-interval-max --automaxprocs
+    --feature-gates"""
+SIDECARS = {
+    "csi-provisioner": f"""{ELECTING} --worker-threads --volume-name-prefix --default-fstype
+        --extra-create-metadata --enable-capacity --capacity-poll-interval
+        --capacity-ownerref-level --strict-topology --immediate-topology --node-deployment
+        --controller-publish-readonly --prevent-volume-mode-conversion
+        --snapshot-orphan-sweep-interval""",
+    "csi-attacher": f"""{ELECTING} --worker-threads --default-fstype --reconcile-sync --resync
+        --max-entries""",
+    "csi-resizer": f"""{ELECTING} --workers --handle-volume-inuse-error
+        --extra-modify-metadata --resync-period""",
+    "csi-snapshotter": f"""{ELECTING} --worker-threads --extra-create-metadata
+        --node-deployment --resync-period""",
+    "csi-node-driver-registrar": """--csi-address --timeout --kubelet-registration-path
+        --plugin-registration-path --http-endpoint""",
+    "livenessprobe": "--csi-address --probe-timeout --http-endpoint --metrics-path",
+}
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 problems = []
 
@@ -82,7 +108,12 @@ def build(overlay, components):
 
 
 def flags_of(program):
-    """The long flags, and variables, in a binary's --help; None if it is not built."""
+    """The long flags of a sidecar, or the long flags and variables in our program's
+    --help; None if it is neither, or not built."""
+    if program in SIDECARS:
+        return set(SIDECARS[program].split())
+    if not program.startswith("uring-csi"):
+        return None
     path = BIN_DIR / program
     if not path.exists():
         return None
@@ -153,9 +184,58 @@ def check_privileges(name, program, spec, container):
         problem(name, "lacks the runtime's seccomp profile")
 
 
+def check_modprobe(name, command):
+    """The pod must start without the module, and where there is no such program."""
+    with tempfile.TemporaryDirectory() as empty:
+        shell = [shutil.which(command[0]), *command[1:]]
+        if subprocess.run(shell, env={"PATH": empty}, stderr=subprocess.DEVNULL).returncode:
+            problem(name, "keeps the pod from starting where a module is missing")
+
+
+def served_ports(container):
+    """The addresses, by their ports, at which a container answers HTTP."""
+    matches = (
+        re.fullmatch(r"--(?:metrics-listen|http-endpoint)=(.*):(\d+)", arg)
+        for arg in container.get("args", [])
+    )
+    return {int(match[2]): match[1] for match in matches if match}
+
+
+def check_ports(where, spec, taken):
+    """`taken`: the owners of ports in the network of this pod."""
+    served = {}
+    for container in spec["containers"]:
+        name = f"{where}/{container['name']}"
+        ports = served_ports(container)
+        if "--port=10809" in container.get("args", []):
+            ports[10809] = "$(ADDRESS)"
+        for port in ports:
+            if port in taken:
+                problem(name, f"serves port {port}, as does {taken[port]}")
+            taken[port] = name
+        served |= ports
+        for port in container.get("ports", []):
+            if port["containerPort"] not in ports:
+                problem(name, f"does not serve its port {port['name']}")
+    for container in spec["containers"]:
+        named = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+        for kind in ("livenessProbe", "readinessProbe"):
+            if kind not in container:
+                continue
+            probe = container[kind]["httpGet"]
+            address = served.get(named.get(probe["port"], probe["port"]))
+            if address not in EVERYWHERE | {probe.get("host", "$(HOST_IP)")}:
+                problem(f"{where}/{container['name']}", f"nothing serves its {kind}'s address")
+
+
 def check_pod(where, template):
     spec = template["spec"]
     check_propagation(where, spec)
+    if spec.get("nodeSelector", {}).get("kubernetes.io/os") != "linux":
+        problem(where, "may be scheduled to nodes without Linux")
+    of_host = any("hostPath" in volume for volume in spec.get("volumes", []))
+    if not of_host and not spec["securityContext"].get("runAsNonRoot"):
+        problem(where, "runs as root without a need: it has no files of the host")
     volumes = {volume["name"] for volume in spec.get("volumes", [])}
     for container in spec.get("initContainers", []) + spec["containers"]:
         name = f"{where}/{container['name']}"
@@ -165,10 +245,13 @@ def check_pod(where, template):
         for missing in sorted(mounts - volumes):
             problem(name, f"mounts {missing}, which the pod does not define")
         program = container["image"].rsplit("/", 1)[-1].split(":")[0]
-        program = container.get("command", [program])[0]
+        command = container.get("command", [program])
+        if "modprobe" in command[-1]:
+            program = "modprobe"
+            check_modprobe(name, command)
         check_needs(name, program, spec, container)
         check_privileges(name, program, spec, container)
-        known = flags_of(program) if program.startswith("uring-csi") else None
+        known = flags_of(program)
         for arg in container.get("args", []):
             if known is not None and arg.split("=")[0] not in known:
                 problem(name, f"{program} has no flag {arg}")
@@ -207,8 +290,39 @@ def inline_made(docs):
     )
 
 
+def check_roles(overlay, docs, names):
+    """A sidecar's role is there where the sidecar is."""
+    sidecars = {
+        container["name"].removeprefix("csi-")
+        for doc in docs
+        if doc["kind"] in ("DaemonSet", "Deployment")
+        for container in doc["spec"]["template"]["spec"]["containers"]
+        if container["name"] in SIDECARS
+    }
+    roles = {name.removeprefix("uring-csi-") for name in names["ClusterRole"]}
+    for name in (roles - {"attributes-classes"}) ^ sidecars:
+        problem(overlay, f"there is a role {name} without the sidecar, or the other way round")
+
+
+def check_disruptions(overlay, docs):
+    budgets = [
+        doc["spec"]["selector"]["matchLabels"]
+        for doc in docs
+        if doc["kind"] == "PodDisruptionBudget"
+    ]
+    replicated = [
+        doc["spec"]["template"]["metadata"]["labels"]
+        for doc in docs
+        if doc["kind"] == "Deployment" and doc["spec"]["replicas"] > 1
+    ]
+    for labels in replicated:
+        if not any(budget.items() <= labels.items() for budget in budgets):
+            problem(overlay, f"no PodDisruptionBudget selects the pods {labels}")
+
+
 def check(overlay, docs):
     names, accounts = {}, set()
+    taken = {}
     for doc in docs:
         meta = doc["metadata"]
         names.setdefault(doc["kind"], set()).add(meta["name"])
@@ -223,6 +337,8 @@ def check(overlay, docs):
             if not meta.get("namespace"):
                 problem(where, "has no namespace")
             check_pod(where, doc["spec"]["template"])
+            spec = doc["spec"]["template"]["spec"]
+            check_ports(where, spec, taken if spec.get("hostNetwork") else {})
             account = doc["spec"]["template"]["spec"]["serviceAccountName"]
             if (meta.get("namespace"), account) not in accounts:
                 problem(where, f"service account {account} is not defined")
@@ -240,6 +356,31 @@ def check(overlay, docs):
         driver = doc.get("provisioner") or doc.get("driver")
         if driver and drivers and driver not in drivers:
             problem(where, f"belongs to driver {driver}, not to {drivers}")
+    check_roles(overlay, docs, names)
+    check_disruptions(overlay, docs)
+
+
+def check_reasons():
+    """Each rule of a role has its reason in a comment."""
+    for path in sorted(DEPLOY.glob("*/rbac.yaml")):
+        lines = path.read_text().splitlines()
+        for before, line in zip(lines, lines[1:]):
+            if line.startswith("  - apiGroups") and not before.startswith("  # "):
+                problem(path.relative_to(DEPLOY), f"a rule has no reason: after {before.strip()}")
+
+
+def check_restricted(where, spec):
+    """Kubernetes' Pod Security Standard `restricted`, for what the examples have."""
+    for container in spec["containers"]:
+        context = spec.get("securityContext", {}) | container.get("securityContext", {})
+        if not (
+            context.get("runAsNonRoot")
+            and context.get("runAsUser")
+            and context.get("allowPrivilegeEscalation") is False
+            and context.get("capabilities") == {"drop": ["ALL"]}
+            and context.get("seccompProfile") == {"type": "RuntimeDefault"}
+        ):
+            problem(where, "is refused in namespaces with Pod Security `restricted`")
 
 
 def check_examples(classes):
@@ -247,6 +388,8 @@ def check_examples(classes):
         for doc in yaml.safe_load_all(path.read_text()):
             # Empty means no class: the claim names its volume.
             wanted = doc["spec"].get("storageClassName")
+            if doc["kind"] == "Pod":
+                check_restricted(path.name, doc["spec"])
             if wanted and wanted not in classes:
                 problem(path.name, f"storage class {wanted} is not defined")
 
@@ -259,6 +402,7 @@ def main():
         check(name, docs)
         classes |= {d["metadata"]["name"] for d in docs if d["kind"] == "StorageClass"}
     check_examples(classes)
+    check_reasons()
     for line in problems:
         print(line, file=sys.stderr)
     if problems:
