@@ -8,6 +8,9 @@ export BIN_DIR
 # OpenBao.
 export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(abspath $(BIN_DIR)/../kustomize/usr/bin):$(abspath $(BIN_DIR)/../openbao)
 
+# setup.sh's, with the packages of scripts/requirements.txt.
+PYTHON := $(BIN_DIR)/../python
+
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint audit bench counts sizes clean
 
@@ -77,8 +80,9 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	cargo clippy --no-default-features --features node,cli -- -D warnings
 	cargo clippy --no-default-features --features cli -- -D warnings
 	cargo clippy --no-default-features --features holder -- -D warnings
-	@if command -v kubectl || command -v kustomize; then scripts/check_deploy.py; \
-	else echo "**** NOT TESTED: deploy, neither kubectl nor kustomize is installed"; \
+	@if [ -e $(PYTHON)/installed ] && { command -v kubectl || command -v kustomize; }; \
+	then $(PYTHON)/bin/python scripts/check_deploy.py; \
+	else echo "**** NOT TESTED: deploy, kubectl and kustomize, or packages of Python, are missing"; \
 	[ -z "$$CI" ] || ! grep -qx ID=debian /etc/os-release; fi
 	@if command -v dpkg-query >/dev/null; then scripts/check_programs.py; \
 	else echo "programs: not checked, this is not Debian"; fi

