@@ -27,7 +27,7 @@ BIN_DIR = Path(os.environ.get("BIN_DIR", DEPLOY.parent / "target" / "debug"))
 # Each with its components.
 OVERLAYS = [
     ("base", []),
-    ("base", ["snapshots"]),
+    ("base", ["snapshots", "pod-monitor", "network-policy"]),
     ("local-pools", []),
     ("local-pools", ["snapshots"]),
     ("local-pools", ["inline", "snapshots"]),
@@ -35,7 +35,7 @@ OVERLAYS = [
     ("nbd", ["snapshots"]),
     ("ceph", []),
     ("ceph", ["snapshots"]),
-    ("ceph", ["rbd-nbd", "snapshots", "attributes-classes"]),
+    ("ceph", ["rbd-nbd", "snapshots", "attributes-classes", "pod-monitor", "network-policy"]),
     ("examples/overlay", []),
     ("examples/nbd-overlay", []),
     ("examples/ceph-overlay", []),
@@ -288,6 +288,20 @@ def check_roles(overlay, docs, names):
         problem(overlay, f"there is a role {name} without the sidecar, or the other way round")
 
 
+def check_monitor(where, monitor, pods):
+    """It scrapes each HTTP port that has a name."""
+    named = {
+        port["name"]
+        for pod in pods
+        for container in pod["spec"]["containers"]
+        for port in container.get("ports", [])
+        if port["containerPort"] in served_ports(container)
+    }
+    scraped = {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]}
+    if named - scraped:
+        problem(where, f"does not scrape the ports {sorted(named - scraped)}")
+
+
 def check_disruptions(overlay, docs):
     budgets = [
         doc["spec"]["selector"]["matchLabels"]
@@ -307,6 +321,7 @@ def check_disruptions(overlay, docs):
 def check(overlay, docs):
     names, accounts = {}, set()
     taken = {}
+    pods = [d["spec"]["template"] for d in docs if d["kind"] in ("DaemonSet", "Deployment")]
     for doc in docs:
         meta = doc["metadata"]
         names.setdefault(doc["kind"], set()).add(meta["name"])
@@ -328,6 +343,8 @@ def check(overlay, docs):
             account = doc["spec"]["template"]["spec"]["serviceAccountName"]
             if (meta.get("namespace"), account) not in accounts:
                 problem(where, f"service account {account} is not defined")
+        if doc["kind"] == "PodMonitor":
+            check_monitor(where, doc["spec"], pods)
         if doc["kind"] == "CSIDriver" and inline_allowed(doc) != inline_made(docs):
             problem(where, "lifecycle mode Ephemeral and the node's URING_CSI_INLINE_MAX_SIZE differ")
         if doc["kind"].endswith("RoleBinding"):

@@ -34,6 +34,8 @@ inside() {
   git ls-files -z --cached --others --exclude-standard |
     tar -c --null --files-from=- | tar -x -C "$root/root/uring-csi"
   cp --remove-destination /etc/resolv.conf "$root/etc/"
+  # This machine's access to PyPI, as make_root passes apt's.
+  [[ ! -e /etc/pip.conf ]] || cp -r --parents /etc/pip.conf /etc/ssl/certs "$root"
   enter_root "$root" toolchain_and_registry
   # The README's commands, in its order.
   env -i HOME=/root TERM="${TERM:-dumb}" PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/rust/bin \
