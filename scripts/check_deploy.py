@@ -30,7 +30,7 @@ OVERLAYS = [
     ("base", ["snapshots", "pod-monitor", "network-policy"]),
     ("local-pools", []),
     ("local-pools", ["snapshots"]),
-    ("local-pools", ["inline", "snapshots"]),
+    ("local-pools", ["inline", "snapshots", "pod-monitor"]),
     ("nbd", []),
     ("nbd", ["snapshots"]),
     ("ceph", []),
@@ -334,6 +334,8 @@ def check(overlay, docs):
         where = f"{overlay}: {doc['kind']} {meta['name']}"
         for error in schema_errors(doc):
             problem(where, error)
+        if meta.get("labels", {}).get("app.kubernetes.io/part-of") != "uring-csi":
+            problem(where, "has no label app.kubernetes.io/part-of")
         if doc["kind"] in ("DaemonSet", "Deployment"):
             if not meta.get("namespace"):
                 problem(where, "has no namespace")
