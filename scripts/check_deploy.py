@@ -49,17 +49,23 @@ NEEDS = {
     "uring-csi-node": (
         # Sockets to NBD servers, and krbd's, belong to the namespace of their creation.
         ["hostNetwork", "hostPID"],
-        ["/dev", "/sys", "/run/udev", "/run/uring-csi", "/var/lib/uring-csi", "/var/lib/kubelet"],
+        ["/dev", "/sys", "/run/udev"],
     ),
     "uring-csi-holder": (["hostNetwork", "hostPID"], ["/dev", "/sys"]),
     "modprobe": ([], ["/lib/modules"]),
+}
+# The node agent's directories, which must be on the host, at the same path.
+DIRECTORIES = {
+    "--run-dir": "/run/uring-csi",
+    "--state-dir": "/var/lib/uring-csi",
+    "--kubelet-dir": "/var/lib/kubelet",
 }
 # The programs that need devices and capabilities (src/kernel/privileges.rs). All others
 # drop the container's capabilities, except these.
 PRIVILEGED = ["uring-csi-node", "uring-csi-holder"]
 CAPABILITIES = {"modprobe": ["SYS_MODULE"]}
-# Addresses of servers that every address of the pod reaches.
-EVERYWHERE = {"", "0.0.0.0", "[::]"}
+# Where a program listens that kubelet reaches at the pod's address.
+AT_POD = {"", "0.0.0.0", "[::]", "$(HOST_IP)", "[$(HOST_IP)]"}
 # The flags of the sidecars' releases that the manifests name; their deprecated ones, such
 # as --health-port, are left out.
 ELECTING = """--csi-address --timeout --leader-election --leader-election-namespace
@@ -130,6 +136,9 @@ def check_needs(name, program, spec, container):
     for field in fields:
         if not spec.get(field):
             problem(name, f"{program} needs {field}")
+    if program == "uring-csi-node":
+        given = dict(arg.split("=", 1) for arg in container["args"] if "=" in arg)
+        needed = needed + [given.get(flag, default) for flag, default in DIRECTORIES.items()]
     for path in needed:
         if mounts.get(path) != path:
             problem(name, f"{program} needs the host's {path} at the same path")
@@ -208,7 +217,7 @@ def check_ports(where, spec, taken):
                 continue
             probe = container[kind]["httpGet"]
             address = served.get(named.get(probe["port"], probe["port"]))
-            if address not in EVERYWHERE | {probe.get("host", "$(HOST_IP)")}:
+            if address not in ({probe["host"]} if "host" in probe else AT_POD):
                 problem(f"{where}/{container['name']}", f"nothing serves its {kind}'s address")
 
 
@@ -274,7 +283,7 @@ def inline_made(docs):
     )
 
 
-def check_roles(overlay, docs, names):
+def check_roles(overlay, docs, prefix):
     """A sidecar's role is there where the sidecar is."""
     sidecars = {
         container["name"].removeprefix("csi-")
@@ -283,7 +292,11 @@ def check_roles(overlay, docs, names):
         for container in doc["spec"]["template"]["spec"]["containers"]
         if container["name"] in SIDECARS
     }
-    roles = {name.removeprefix("uring-csi-") for name in names["ClusterRole"]}
+    roles = {
+        doc["metadata"]["name"].removeprefix(f"{prefix}-")
+        for doc in docs
+        if doc["kind"] == "ClusterRole"
+    }
     for name in (roles - {"attributes-classes"}) ^ sidecars:
         problem(overlay, f"there is a role {name} without the sidecar, or the other way round")
 
@@ -318,7 +331,8 @@ def check_disruptions(overlay, docs):
             problem(overlay, f"no PodDisruptionBudget selects the pods {labels}")
 
 
-def check(overlay, docs):
+def check(overlay, docs, prefix="uring-csi"):
+    """`prefix`: that of the objects' names."""
     names, accounts = {}, set()
     taken = {}
     pods = [d["spec"]["template"] for d in docs if d["kind"] in ("DaemonSet", "Deployment")]
@@ -334,7 +348,7 @@ def check(overlay, docs):
         where = f"{overlay}: {doc['kind']} {meta['name']}"
         for error in schema_errors(doc):
             problem(where, error)
-        if meta.get("labels", {}).get("app.kubernetes.io/part-of") != "uring-csi":
+        if meta.get("labels", {}).get("app.kubernetes.io/part-of") != prefix:
             problem(where, "has no label app.kubernetes.io/part-of")
         if doc["kind"] in ("DaemonSet", "Deployment"):
             if not meta.get("namespace"):
@@ -361,7 +375,7 @@ def check(overlay, docs):
         driver = doc.get("provisioner") or doc.get("driver")
         if driver and drivers and driver not in drivers:
             problem(where, f"belongs to driver {driver}, not to {drivers}")
-    check_roles(overlay, docs, names)
+    check_roles(overlay, docs, prefix)
     check_disruptions(overlay, docs)
 
 
@@ -401,6 +415,14 @@ def check_examples(classes):
                 problem(path.name, f"storage class {wanted} is not defined")
 
 
+def report(success):
+    for line in problems:
+        print(line, file=sys.stderr)
+    if problems:
+        sys.exit(1)
+    print(success)
+
+
 def main():
     classes = set()
     names = [" with ".join([overlay, *components]) for overlay, components in OVERLAYS]
@@ -410,11 +432,7 @@ def main():
         classes |= {d["metadata"]["name"] for d in docs if d["kind"] == "StorageClass"}
     check_examples(classes)
     check_reasons()
-    for line in problems:
-        print(line, file=sys.stderr)
-    if problems:
-        sys.exit(1)
-    print(f"deploy: {', '.join(names)} and the examples are consistent")
+    report(f"deploy: {', '.join(names)} and the examples are consistent")
 
 
 if __name__ == "__main__":

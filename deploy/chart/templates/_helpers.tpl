@@ -1,0 +1,191 @@
+{{- define "uring-csi.namespace" -}}
+{{ .Values.namespace.name | default .Release.Namespace }}
+{{- end }}
+
+{{- define "uring-csi.labels" -}}
+app.kubernetes.io/part-of: {{ .Values.name }}
+{{- end }}
+
+{{- /* "true" if each node's pod has a controller. */ -}}
+{{- define "uring-csi.local" -}}
+{{- if and .Values.pools (eq (first .Values.pools).scope "local") }}true{{ end }}
+{{- end }}
+
+{{- /* "true" if nodes attach image files, and so need the pools. */ -}}
+{{- define "uring-csi.nodePools" -}}
+{{- if and .Values.pools (not .Values.nbd.enabled) }}true{{ end }}
+{{- end }}
+
+{{- /* An image of this project: root, image. */ -}}
+{{- define "uring-csi.image" -}}
+{{- with .root.Values.images.registry }}{{ . }}/{{ end }}{{ .image.repository }}
+{{- if .image.digest }}@{{ .image.digest }}
+{{- else }}:{{ .image.tag | default .root.Values.images.tag | default .root.Chart.AppVersion }}{{ end }}
+{{- with .root.Values.images.pullPolicy }}
+imagePullPolicy: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "uring-csi.podBasics" -}}
+{{- with .Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* A program that works on files and sockets only. */ -}}
+{{- define "uring-csi.filesOnly" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- /* With SELinux, the type that may enter the host's directories. */ -}}
+{{- define "uring-csi.selinux" -}}
+seLinuxOptions:
+  type: spc_t
+{{- end }}
+
+{{- /* What loads the backends' modules on a node. */ -}}
+{{- define "uring-csi.modules" -}}
+{{- $commands := list }}
+{{- if .Values.ceph.enabled }}
+{{- $commands = concat $commands (list "modprobe rbd || true" "modprobe dm_crypt || true") }}
+{{- end }}
+{{- if .Values.nbd.enabled }}
+{{- $commands = append $commands "modprobe nbd max_part=0 || true" }}
+{{- end }}
+{{- join "; " $commands }}
+{{- end }}
+
+{{- /* Loads kernel modules if the node has them: root, image, command. */ -}}
+{{- define "uring-csi.modprobe" -}}
+- name: modprobe
+  image: {{ include "uring-csi.image" (dict "root" .root "image" .image) | nindent 2 | trim }}
+  command: [sh, -c, {{ .command | quote }}]
+  securityContext:
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities:
+      drop: [ALL]
+      add: [SYS_MODULE]
+    seccompProfile:
+      type: RuntimeDefault
+  volumeMounts:
+    - name: modules
+      mountPath: /lib/modules
+      readOnly: true
+{{- end }}
+
+{{- define "uring-csi.modulesVolume" -}}
+- name: modules
+  hostPath:
+    path: /lib/modules
+    type: DirectoryOrCreate
+{{- end }}
+
+{{- /* The directory of a pool that a container mounts. A hostPath is itself a mount, so a
+pool that must be mounted is below what the container mounts. */ -}}
+{{- define "uring-csi.poolMount" -}}
+{{- if .mounted }}{{ dir .path }}{{ else }}{{ .path }}{{ end }}
+{{- end }}
+
+{{- define "uring-csi.poolArgs" -}}
+{{- range .Values.pools }}
+- --pool={{ .name }}={{ .path }},{{ .scope }}{{ if .mounted }},mounted{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "uring-csi.poolMounts" -}}
+{{- range .Values.pools }}
+- name: pool-{{ .name }}
+  mountPath: {{ include "uring-csi.poolMount" . }}
+  mountPropagation: HostToContainer
+{{- end }}
+{{- end }}
+
+{{- define "uring-csi.poolVolumes" -}}
+{{- range .Values.pools }}
+- name: pool-{{ .name }}
+  hostPath:
+    path: {{ include "uring-csi.poolMount" . }}
+    type: Directory
+{{- end }}
+{{- end }}
+
+{{- define "uring-csi.cephMounts" -}}
+- name: clusters
+  mountPath: /etc/ceph-csi-config
+  readOnly: true
+- name: kms
+  mountPath: /etc/ceph-csi-encryption-kms-config
+  readOnly: true
+{{- end }}
+
+{{- define "uring-csi.cephVolumes" -}}
+- name: clusters
+  configMap:
+    name: {{ .Values.ceph.configMap }}
+    {{- if ne .Values.ceph.configMapKey "config.json" }}
+    items:
+      - key: {{ .Values.ceph.configMapKey }}
+        path: config.json
+    {{- end }}
+- name: kms
+  configMap:
+    name: {{ .Values.ceph.kmsConfigMap }}
+    optional: true
+{{- end }}
+
+{{- define "uring-csi.logArgs" -}}
+- --log-format={{ .Values.log.format }}
+{{- with .Values.log.level }}
+- --log-level={{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "uring-csi.nodeName" -}}
+- name: NODE_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: spec.nodeName
+{{- end }}
+
+{{- define "uring-csi.hostIp" -}}
+- name: HOST_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.hostIP
+{{- end }}
+
+{{- define "uring-csi.driverName" -}}
+{{- if ne .Values.driverName "block.uring-csi.dev" }}
+- name: URING_CSI_DRIVER_NAME
+  value: {{ .Values.driverName }}
+{{- end }}
+{{- end }}
+
+{{- define "uring-csi.liveness" -}}
+path: /healthz
+port: {{ . }}
+{{- end }}
+
+{{- /* A class's parameters, and the secrets that it does not name itself. */ -}}
+{{- define "uring-csi.parameters" -}}
+{{- $parameters := deepCopy .parameters }}
+{{- $values := .root.Values }}
+{{- $namespace := include "uring-csi.namespace" .root }}
+{{- range .secrets }}
+{{- $key := printf "csi.storage.k8s.io/%s-secret-name" . }}
+{{- if not (hasKey $parameters $key) }}
+{{- $_ := set $parameters $key $values.ceph.secret }}
+{{- $_ := set $parameters (printf "csi.storage.k8s.io/%s-secret-namespace" .) $namespace }}
+{{- end }}
+{{- end }}
+{{- if $parameters }}
+{{- toYaml $parameters }}
+{{- end }}
+{{- end }}

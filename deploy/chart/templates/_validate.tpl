@@ -1,0 +1,32 @@
+{{- /* Refuses values that contradict each other. */ -}}
+{{- define "uring-csi.validate" -}}
+{{- $scopes := list }}
+{{- range .Values.pools }}
+{{- $scopes = append $scopes .scope }}
+{{- if and .mounted (eq (dir .path) "/") }}
+{{- fail (printf "pool %s: with `mounted` the pods mount the directory above the pool's, which must not be /" .name) }}
+{{- end }}
+{{- end }}
+{{- $local := include "uring-csi.local" . }}
+{{- if gt (len (uniq $scopes)) 1 }}
+{{- fail "pools: either all are local or all are shared: local ones have their controller in each node's pod" }}
+{{- end }}
+{{- if not (or .Values.pools .Values.ceph.enabled) }}
+{{- fail "pools is empty and ceph.enabled is false: there is no place for volumes" }}
+{{- end }}
+{{- if and $local .Values.ceph.enabled }}
+{{- fail "ceph.enabled: volumes in Ceph and in local pools take two releases, with different names and drivers" }}
+{{- end }}
+{{- if and .Values.nbd.enabled (or $local (ne (len .Values.pools) 1)) }}
+{{- fail "nbd.enabled: one shared pool is served by NBD" }}
+{{- end }}
+{{- if and .Values.inline.enabled (not $local) }}
+{{- fail "inline.enabled: inline volumes need local pools" }}
+{{- end }}
+{{- if and .Values.ceph.rbdNbd.enabled (not .Values.ceph.enabled) }}
+{{- fail "ceph.rbdNbd.enabled without ceph.enabled" }}
+{{- end }}
+{{- if and .Values.attributesClasses.enabled (not .Values.ceph.enabled) }}
+{{- fail "attributesClasses.enabled: only volumes in Ceph have attributes to modify" }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Checks that the Helm chart makes the objects of the Kustomize manifests.
+
+deploy/*/ is the source: it has the reasons, and check_deploy.py checks it. For each file of
+deploy/chart/examples, `helm template` must give the same objects as the overlay that it
+names, in any order. Values that no overlay has are checked by check_deploy.py's rules. The
+values that the chart refuses are listed here, too.
+
+Helm is the library of helm-python-sdk (scripts/requirements.txt).
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import helm_python
+import yaml
+
+from check_deploy import check, check_ports, problem, report
+from manifests import DEPLOY, kustomize, objects
+
+CHART = DEPLOY / "chart"
+RELEASE = {"name": "uring-csi", "namespace": "uring-csi"}
+# The overlay and its components that each example equals.
+EXAMPLES = {
+    "ceph": ("examples/ceph-overlay", []),
+    "inline": ("local-pools", ["inline", "snapshots", "pod-monitor"]),
+    "local-pools": ("examples/overlay", []),
+    "nbd": ("examples/nbd-overlay", []),
+    "rbd-nbd": (
+        "ceph",
+        ["rbd-nbd", "snapshots", "attributes-classes", "pod-monitor", "network-policy"],
+    ),
+    "shared-pool": ("base", ["snapshots", "pod-monitor", "network-policy"]),
+    "takeover": ("examples/takeover-overlay", []),
+}
+SHARED = {"name": "default", "path": "/srv/uring-csi", "scope": "shared"}
+LOCAL = SHARED | {"scope": "local"}
+# Two releases in one cluster, with values that no overlay has.
+SECOND = {
+    "name": "other",
+    "driverName": "other.example.com",
+    "images": {"registry": "registry.example.com/csi", "tag": "9", "pullPolicy": "Always"},
+    "pools": [LOCAL | {"path": "/srv/a", "mounted": True}, LOCAL | {"name": "b", "path": "/srv/b"}],
+    "snapshots": {"enabled": True, "classes": []},
+    "storageClasses": [{"name": "other", "allowVolumeExpansion": False, "mountOptions": ["nosuid"]}],
+    "node": {
+        "runDir": "/run/other",
+        "stateDir": "/var/lib/other",
+        "kubeletDir": "/var/lib/k0s/kubelet",
+        "topology": ["zone=a"],
+        "maxVolumes": 100,
+        "extraArgs": ["--max-mkfs=4"],
+    },
+    "controller": {"image": {"digest": f"sha256:{'0' * 64}"}, "extraArgs": ["--max-copies=2"]},
+    "log": {"level": "debug"},
+    "ports": {
+        "health": 9908,
+        "metrics": 9909,
+        "controllerMetrics": 9910,
+        "controllerHealth": 9911,
+        "provisioner": 9912,
+        "resizer": 9913,
+        "snapshotter": 9914,
+    },
+}
+# Everything that one release can have beside another backend.
+BOTH = {
+    "pools": [SHARED],
+    "nbd": {"enabled": True, "nodeSelector": {"storage": "yes"}},
+    "ceph": {"enabled": True, "instanceId": "a", "fenceAfter": 60, "rbdNbd": {"enabled": True}},
+    "snapshots": {"enabled": True},
+    "attributesClasses": {"enabled": True, "classes": [{"name": "slow", "parameters": {"a": "b"}}]},
+    "metrics": {"nodeAddress": "[$(HOST_IP)]", "controllerAddress": "[::]"},
+    "node": {"crushLocation": "zone:a", "nodeSelector": {"disk": "yes"}},
+}
+# Values that contradict each other or the schema, and a word of the error.
+REFUSED = [
+    ({"pools": []}, "no place for volumes"),
+    ({"pools": [LOCAL, SHARED]}, "all are local or all are shared"),
+    ({"pools": [LOCAL], "ceph": {"enabled": True}}, "two releases"),
+    ({"pools": [LOCAL], "nbd": {"enabled": True}}, "one shared pool"),
+    ({"pools": [SHARED], "inline": {"enabled": True}}, "inline volumes need local pools"),
+    ({"pools": [LOCAL | {"path": "/pool", "mounted": True}]}, "must not be /"),
+    ({"ceph": {"rbdNbd": {"enabled": True}}}, "without ceph.enabled"),
+    ({"attributesClasses": {"enabled": True}}, "only volumes in Ceph"),
+    ({"pools": [{"name": "default", "path": "relative", "scope": "local"}]}, "pattern"),
+    ({"pool": [LOCAL]}, "additional properties"),
+    ({"node": {"tolerations": "none"}}, "array"),
+]
+
+
+def render(chart, values):
+    rendered = chart.render(values, **RELEASE)
+    return [
+        doc
+        for path, text in rendered.items()
+        if path.endswith(".yaml")
+        for doc in objects(text)
+    ]
+
+
+def unordered(value, field=""):
+    """Without an order where Kubernetes ignores it, and without a JSON text's spelling."""
+    if isinstance(value, dict):
+        return {key: unordered(item, key) for key, item in value.items()}
+    if isinstance(value, list):
+        items = [unordered(item) for item in value]
+        if field in ("args", "command"):
+            # Of programs whose last arguments are positional, too, the order is the same.
+            return items
+        return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
+    if field == "config.json":
+        return json.loads(value)
+    return value
+
+
+def by_name(docs):
+    named = {(doc["kind"], doc["metadata"]["name"]): unordered(doc) for doc in docs}
+    assert len(named) == len(docs), "two objects have one kind and name"
+    return named
+
+
+def compare(where, chart, overlay, path=""):
+    """Reports the innermost differences."""
+    if isinstance(chart, dict) and isinstance(overlay, dict):
+        for key in sorted(chart.keys() | overlay.keys(), key=str):
+            at = f"{path}.{key}"
+            if key not in overlay:
+                problem(where, f"the overlay has no {at}")
+            elif key not in chart:
+                problem(where, f"the chart has no {at}")
+            else:
+                compare(where, chart[key], overlay[key], at)
+    elif isinstance(chart, list) and isinstance(overlay, list) and len(chart) == len(overlay):
+        for index, pair in enumerate(zip(chart, overlay)):
+            compare(where, *pair, f"{path}.{index}")
+    elif chart != overlay:
+        problem(where, f"{path}: {json.dumps(chart)} in the chart, {json.dumps(overlay)} in the overlay")
+
+
+def check_example(chart, path):
+    values = yaml.safe_load(path.read_text())
+    overlay, components = EXAMPLES[path.stem]
+    chart.validate_schema(values)
+    made = by_name(render(chart, values))
+    wanted = by_name(kustomize([overlay], components))
+    compare(f"chart/examples/{path.name}", made, wanted)
+
+
+def check_others(chart):
+    first, second = render(chart, {}), render(chart, SECOND)
+    check("chart", first)
+    check("chart, another release", second, SECOND["name"])
+    check("chart, Ceph and a pool by NBD", render(chart, BOTH))
+    taken = {}
+    for doc in first + second:
+        if doc["kind"] == "DaemonSet":
+            check_ports("chart, two releases", doc["spec"]["template"]["spec"], taken)
+    for shared in by_name(first).keys() & by_name(second).keys():
+        problem("chart, two releases", f"both have {shared}")
+    hosts = [
+        {
+            volume["hostPath"]["path"]
+            for doc in docs
+            if doc["kind"] == "DaemonSet"
+            for volume in doc["spec"]["template"]["spec"]["volumes"]
+            if volume.get("hostPath", {}).get("type") == "DirectoryOrCreate"
+        }
+        for docs in (first, second)
+    ]
+    for shared in hosts[0] & hosts[1] - {"/run/udev"}:
+        problem("chart, two releases", f"both keep files in {shared}")
+
+
+def check_refusals(chart):
+    for values, why in REFUSED:
+        try:
+            chart.validate_schema(values)
+            chart.render(values, **RELEASE)
+        except helm_python.HelmError as error:
+            if why not in str(error):
+                problem("chart", f"refuses {values} by another error: {error}")
+        else:
+            problem("chart", f"accepts {values}")
+
+
+def check_chart(directory):
+    for message in helm_python.lint(directory, strict=True)["messages"]:
+        if message["severity"] > 1:
+            problem("chart", message["error"])
+    with helm_python.Chart.load(directory) as chart:
+        examples = sorted((CHART / "examples").glob("*.yaml"))
+        if {path.stem for path in examples} != EXAMPLES.keys():
+            problem("chart/examples", "the files and check_chart.py's table differ")
+        for path in examples:
+            check_example(chart, path)
+        check_others(chart)
+        check_refusals(chart)
+
+
+def main():
+    with tempfile.TemporaryDirectory() as made:
+        # With the files that its links name, as `helm package` makes it.
+        check_chart(shutil.copytree(CHART, Path(made) / "uring-csi"))
+    report(f"chart: {', '.join(EXAMPLES)} equal their overlays")
+
+
+if __name__ == "__main__":
+    main()
