@@ -81,7 +81,8 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	cargo clippy --no-default-features --features cli -- -D warnings
 	cargo clippy --no-default-features --features holder -- -D warnings
 	@if [ -e $(PYTHON)/installed ] && { command -v kubectl || command -v kustomize; }; \
-	then $(PYTHON)/bin/python scripts/check_deploy.py && $(PYTHON)/bin/python scripts/check_chart.py; \
+	then $(PYTHON)/bin/python scripts/check_deploy.py && $(PYTHON)/bin/python scripts/check_chart.py && \
+	  $(PYTHON)/bin/python scripts/chart_values.py --check; \
 	else echo "**** NOT TESTED: deploy, kubectl or kustomize, or packages of Python, are missing"; \
 	[ -z "$$CI" ] || ! grep -qx ID=debian /etc/os-release; fi
 	@if command -v dpkg-query >/dev/null; then scripts/check_programs.py; \

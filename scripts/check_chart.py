@@ -37,8 +37,8 @@ EXAMPLES = {
 }
 SHARED = {"name": "default", "path": "/srv/uring-csi", "scope": "shared"}
 LOCAL = SHARED | {"scope": "local"}
-# Two releases in one cluster, with values that no overlay has.
-SECOND = {
+# Values that no overlay has.
+OTHER = {
     "name": "other",
     "driverName": "other.example.com",
     "images": {"registry": "registry.example.com/csi", "tag": "9", "pullPolicy": "Always"},
@@ -46,8 +46,6 @@ SECOND = {
     "snapshots": {"enabled": True, "classes": []},
     "storageClasses": [{"name": "other", "allowVolumeExpansion": False, "mountOptions": ["nosuid"]}],
     "node": {
-        "runDir": "/run/other",
-        "stateDir": "/var/lib/other",
         "kubeletDir": "/var/lib/k0s/kubelet",
         "topology": ["zone=a"],
         "maxVolumes": 100,
@@ -55,15 +53,6 @@ SECOND = {
     },
     "controller": {"image": {"digest": f"sha256:{'0' * 64}"}, "extraArgs": ["--max-copies=2"]},
     "log": {"level": "debug"},
-    "ports": {
-        "health": 9908,
-        "metrics": 9909,
-        "controllerMetrics": 9910,
-        "controllerHealth": 9911,
-        "provisioner": 9912,
-        "resizer": 9913,
-        "snapshotter": 9914,
-    },
 }
 # Everything that one release can have beside another backend.
 BOTH = {
@@ -140,38 +129,45 @@ def compare(where, chart, overlay, path=""):
         problem(where, f"{path}: {json.dumps(chart)} in the chart, {json.dumps(overlay)} in the overlay")
 
 
-def check_example(chart, path):
-    values = yaml.safe_load(path.read_text())
-    overlay, components = EXAMPLES[path.stem]
+def check_example(chart, name):
+    values = yaml.safe_load((CHART / f"examples/{name}.yaml").read_text())
+    overlay, components = EXAMPLES[name]
     chart.validate_schema(values)
     made = by_name(render(chart, values))
     wanted = by_name(kustomize([overlay], components))
-    compare(f"chart/examples/{path.name}", made, wanted)
+    compare(f"chart/examples/{name}.yaml", made, wanted)
 
 
 def check_others(chart):
-    first, second = render(chart, {}), render(chart, SECOND)
-    check("chart", first)
-    check("chart, another release", second, SECOND["name"])
+    check("chart", render(chart, {}))
+    check("chart, other values", render(chart, OTHER), OTHER["name"])
     check("chart, Ceph and a pool by NBD", render(chart, BOTH))
+
+
+def host_directories(docs):
+    """Where the nodes' pods keep files of their own."""
+    return {
+        volume["hostPath"]["path"]
+        for doc in docs
+        if doc["kind"] == "DaemonSet"
+        for volume in doc["spec"]["template"]["spec"]["volumes"]
+        if volume.get("hostPath", {}).get("type") == "DirectoryOrCreate"
+    } - {"/run/udev"}
+
+
+def check_two_releases(chart):
+    """The second driver's objects, files and ports differ from the first's."""
+    values = yaml.safe_load((CHART / "examples/second-driver.yaml").read_text())
+    first, second = render(chart, {"snapshots": {"enabled": True}}), render(chart, values)
+    check("chart/examples/second-driver.yaml", second, values["name"])
     taken = {}
     for doc in first + second:
         if doc["kind"] == "DaemonSet":
             check_ports("chart, two releases", doc["spec"]["template"]["spec"], taken)
-    for shared in by_name(first).keys() & by_name(second).keys():
-        problem("chart, two releases", f"both have {shared}")
-    hosts = [
-        {
-            volume["hostPath"]["path"]
-            for doc in docs
-            if doc["kind"] == "DaemonSet"
-            for volume in doc["spec"]["template"]["spec"]["volumes"]
-            if volume.get("hostPath", {}).get("type") == "DirectoryOrCreate"
-        }
-        for docs in (first, second)
-    ]
-    for shared in hosts[0] & hosts[1] - {"/run/udev"}:
-        problem("chart, two releases", f"both keep files in {shared}")
+    shared = by_name(first).keys() & by_name(second).keys()
+    shared |= host_directories(first) & host_directories(second)
+    for name in shared:
+        problem("chart, two releases", f"both have {name}")
 
 
 def check_refusals(chart):
@@ -191,12 +187,13 @@ def check_chart(directory):
         if message["severity"] > 1:
             problem("chart", message["error"])
     with helm_python.Chart.load(directory) as chart:
-        examples = sorted((CHART / "examples").glob("*.yaml"))
-        if {path.stem for path in examples} != EXAMPLES.keys():
+        files = {path.stem for path in (CHART / "examples").glob("*.yaml")}
+        if files != {*EXAMPLES, "second-driver"}:
             problem("chart/examples", "the files and check_chart.py's table differ")
-        for path in examples:
-            check_example(chart, path)
+        for name in EXAMPLES:
+            check_example(chart, name)
         check_others(chart)
+        check_two_releases(chart)
         check_refusals(chart)
 
 
