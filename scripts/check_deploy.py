@@ -363,6 +363,8 @@ def check(overlay, docs, prefix="uring-csi"):
             check_monitor(where, doc["spec"], pods)
         if doc["kind"] == "CSIDriver" and inline_allowed(doc) != inline_made(docs):
             problem(where, "lifecycle mode Ephemeral and the node's URING_CSI_INLINE_MAX_SIZE differ")
+        if doc["kind"] == "CSIDriver" and inline_allowed(doc) != doc["spec"]["podInfoOnMount"]:
+            problem(where, "only inline volumes need podInfoOnMount, and all of them do")
         if doc["kind"].endswith("RoleBinding"):
             role = doc["roleRef"]
             if role["name"] not in names.get(role["kind"], ()):
