@@ -32,6 +32,7 @@ EXAMPLES = {
         "ceph",
         ["rbd-nbd", "snapshots", "attributes-classes", "pod-monitor", "network-policy"],
     ),
+    "rook": ("examples/rook-overlay", []),
     "shared-pool": ("base", ["snapshots", "pod-monitor", "network-policy"]),
     "takeover": ("examples/takeover-overlay", []),
 }

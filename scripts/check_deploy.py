@@ -41,6 +41,8 @@ OVERLAYS = [
     ("examples/ceph-overlay", []),
     ("examples/ceph-overlay", ["rbd-nbd"]),
     ("examples/takeover-overlay", []),
+    ("examples/rook-overlay", []),
+    ("examples/rook-overlay", ["rbd-nbd"]),
 ]
 # The programs' requirements on the host, which otherwise only a volume would show:
 # fields of the pod, and directories at the host's own paths. Neither agent needs
@@ -315,6 +317,18 @@ def check_monitor(where, monitor, pods):
         problem(where, f"does not scrape the ports {sorted(named - scraped)}")
 
 
+def check_driver(overlay, docs, pods):
+    """Both agents have the CSIDriver's name; or, without a CSIDriver, one name."""
+    names = {doc["metadata"]["name"] for doc in docs if doc["kind"] == "CSIDriver"}
+    for pod in pods:
+        for container in pod["spec"]["containers"]:
+            if container["name"] in ("agent", "controller"):
+                env = {v["name"]: v.get("value") for v in container.get("env", [])}
+                names.add(env.get("URING_CSI_DRIVER_NAME", "block.uring-csi.dev"))
+    if len(names) != 1:
+        problem(overlay, f"its parts have different drivers: {sorted(names)}")
+
+
 def check_disruptions(overlay, docs):
     budgets = [
         doc["spec"]["selector"]["matchLabels"]
@@ -378,6 +392,7 @@ def check(overlay, docs, prefix="uring-csi"):
         if driver and drivers and driver not in drivers:
             problem(where, f"belongs to driver {driver}, not to {drivers}")
     check_roles(overlay, docs, prefix)
+    check_driver(overlay, docs, pods)
     check_disruptions(overlay, docs)
 
 
