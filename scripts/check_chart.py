@@ -28,10 +28,7 @@ EXAMPLES = {
     "inline": ("local-pools", ["inline", "snapshots", "pod-monitor"]),
     "local-pools": ("examples/overlay", []),
     "nbd": ("examples/nbd-overlay", []),
-    "rbd-nbd": (
-        "ceph",
-        ["rbd-nbd", "snapshots", "attributes-classes", "pod-monitor", "network-policy"],
-    ),
+    "rbd-nbd": ("ceph", ["rbd-nbd", "snapshots", "pod-monitor", "network-policy"]),
     "rook": ("examples/rook-overlay", []),
     "shared-pool": ("base", ["snapshots", "pod-monitor", "network-policy"]),
     "takeover": ("examples/takeover-overlay", []),
@@ -43,7 +40,7 @@ OTHER = {
     "name": "other",
     "driverName": "other.example.com",
     "images": {"registry": "registry.example.com/csi", "tag": "9", "pullPolicy": "Always"},
-    "pools": [LOCAL | {"path": "/srv/a", "mounted": True}, LOCAL | {"name": "b", "path": "/srv/b"}],
+    "pools": [LOCAL | {"path": "/mnt/a", "mounted": True}, LOCAL | {"name": "b"}],
     "snapshots": {"enabled": True, "classes": []},
     "storageClasses": [{"name": "other", "allowVolumeExpansion": False, "mountOptions": ["nosuid"]}],
     "node": {
@@ -61,7 +58,7 @@ BOTH = {
     "nbd": {"enabled": True, "nodeSelector": {"storage": "yes"}},
     "ceph": {"enabled": True, "instanceId": "a", "fenceAfter": 60, "rbdNbd": {"enabled": True}},
     "snapshots": {"enabled": True},
-    "attributesClasses": {"enabled": True, "classes": [{"name": "slow", "parameters": {"a": "b"}}]},
+    "attributesClasses": [{"name": "slow", "parameters": {"rbd_qos_iops_limit": "100"}}],
     "metrics": {"nodeAddress": "[$(HOST_IP)]", "controllerAddress": "[::]"},
     "node": {"crushLocation": "zone:a", "nodeSelector": {"disk": "yes"}},
 }
@@ -74,7 +71,7 @@ REFUSED = [
     ({"pools": [SHARED], "inline": {"enabled": True}}, "inline volumes need local pools"),
     ({"pools": [LOCAL | {"path": "/pool", "mounted": True}]}, "must not be /"),
     ({"ceph": {"rbdNbd": {"enabled": True}}}, "without ceph.enabled"),
-    ({"attributesClasses": {"enabled": True}}, "only volumes in Ceph"),
+    ({"attributesClasses": [{"name": "a", "parameters": {}}]}, "only volumes in Ceph"),
     ({"pools": [{"name": "default", "path": "relative", "scope": "local"}]}, "pattern"),
     ({"pool": [LOCAL]}, "additional properties"),
     ({"node": {"tolerations": "none"}}, "array"),
@@ -127,7 +124,8 @@ def compare(where, chart, overlay, path=""):
         for index, pair in enumerate(zip(chart, overlay)):
             compare(where, *pair, f"{path}.{index}")
     elif chart != overlay:
-        problem(where, f"{path}: {json.dumps(chart)} in the chart, {json.dumps(overlay)} in the overlay")
+        made, wanted = json.dumps(chart), json.dumps(overlay)
+        problem(where, f"{path}: {made} in the chart, {wanted} in the overlay")
 
 
 def check_example(chart, name):

@@ -35,7 +35,7 @@ OVERLAYS = [
     ("nbd", ["snapshots"]),
     ("ceph", []),
     ("ceph", ["snapshots"]),
-    ("ceph", ["rbd-nbd", "snapshots", "attributes-classes", "pod-monitor", "network-policy"]),
+    ("ceph", ["rbd-nbd", "snapshots", "pod-monitor", "network-policy"]),
     ("examples/overlay", []),
     ("examples/nbd-overlay", []),
     ("examples/ceph-overlay", []),
@@ -299,7 +299,7 @@ def check_roles(overlay, docs, prefix):
         for doc in docs
         if doc["kind"] == "ClusterRole"
     }
-    for name in (roles - {"attributes-classes"}) ^ sidecars:
+    for name in roles ^ sidecars:
         problem(overlay, f"there is a role {name} without the sidecar, or the other way round")
 
 
@@ -376,7 +376,7 @@ def check(overlay, docs, prefix="uring-csi"):
         if doc["kind"] == "PodMonitor":
             check_monitor(where, doc["spec"], pods)
         if doc["kind"] == "CSIDriver" and inline_allowed(doc) != inline_made(docs):
-            problem(where, "lifecycle mode Ephemeral and the node's URING_CSI_INLINE_MAX_SIZE differ")
+            problem(where, "mode Ephemeral and the node's URING_CSI_INLINE_MAX_SIZE differ")
         if doc["kind"] == "CSIDriver" and inline_allowed(doc) != doc["spec"]["podInfoOnMount"]:
             problem(where, "only inline volumes need podInfoOnMount, and all of them do")
         if doc["kind"].endswith("RoleBinding"):

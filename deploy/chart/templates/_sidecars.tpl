@@ -1,6 +1,6 @@
-{{- /* A sidecar of the controller: root, name (of its values), container, args, env, gate (it
-has the feature gate VolumeAttributesClass). With local pools it is in a node's pod: beside the agent, in the host's network, and
-with a token of its own, as the agent must have none. */ -}}
+{{- /* A sidecar of the controller: root, name (of its values), container, args, env. With
+local pools it is in a node's pod: beside the agent, in the host's network, and with a token
+of its own, as the agent must have none. */ -}}
 {{- define "uring-csi.sidecar" -}}
 {{- $values := .root.Values }}
 {{- $local := include "uring-csi.local" .root }}
@@ -18,9 +18,6 @@ with a token of its own, as the agent must have none. */ -}}
     - --kube-api-burst={{ $values.sidecars.kubeApiBurst }}
     {{- end }}
     - --http-endpoint={{ if $local }}{{ $values.metrics.nodeAddress }}{{ end }}:{{ index $values.ports .name }}
-    {{- if and .gate (not $values.attributesClasses.enabled) }}
-    - --feature-gates=VolumeAttributesClass=false
-    {{- end }}
     {{- range $sidecar.extraArgs }}
     - {{ . | quote }}
     {{- end }}
@@ -89,7 +86,7 @@ their devices busy. */ -}}
 {{- $args = list "--node-deployment" "--strict-topology" "--immediate-topology=false" "--extra-create-metadata" "--default-fstype=ext4" "--enable-capacity" "--capacity-ownerref-level=1" }}
 {{- $env = include "uring-csi.provisionerEnv" . }}
 {{- end }}
-{{- include "uring-csi.sidecar" (dict "root" . "name" "provisioner" "container" "csi-provisioner" "args" $args "env" $env "gate" true) }}
+{{- include "uring-csi.sidecar" (dict "root" . "name" "provisioner" "container" "csi-provisioner" "args" $args "env" $env) }}
 {{- end }}
 
 {{- define "uring-csi.provisionerEnv" -}}
@@ -109,7 +106,7 @@ their devices busy. */ -}}
 {{- end }}
 
 {{- define "uring-csi.resizer" -}}
-{{- include "uring-csi.sidecar" (dict "root" . "name" "resizer" "container" "csi-resizer" "args" (list "--leader-election" "--handle-volume-inuse-error=false") "gate" true) }}
+{{- include "uring-csi.sidecar" (dict "root" . "name" "resizer" "container" "csi-resizer" "args" (list "--leader-election" "--handle-volume-inuse-error=false")) }}
 {{- end }}
 
 {{- define "uring-csi.snapshotter" -}}

@@ -26,7 +26,7 @@
 {{- if and .Values.ceph.rbdNbd.enabled (not .Values.ceph.enabled) }}
 {{- fail "ceph.rbdNbd.enabled without ceph.enabled" }}
 {{- end }}
-{{- if and .Values.attributesClasses.enabled (not .Values.ceph.enabled) }}
-{{- fail "attributesClasses.enabled: only volumes in Ceph have attributes to modify" }}
+{{- if and .Values.attributesClasses (not .Values.ceph.enabled) }}
+{{- fail "attributesClasses: only volumes in Ceph have attributes to modify" }}
 {{- end }}
 {{- end }}
