@@ -17,8 +17,9 @@ from pathlib import Path
 import helm_python
 import yaml
 
-from check_deploy import check, check_ports, problem, report
-from manifests import DEPLOY, kustomize, objects
+from check_deploy import check
+from manifests import DEPLOY, kustomize, objects, problem, report
+from pod_rules import check_ports
 
 CHART = DEPLOY / "chart"
 RELEASE = {"name": "uring-csi", "namespace": "uring-csi"}
@@ -42,7 +43,9 @@ OTHER = {
     "images": {"registry": "registry.example.com/csi", "tag": "9", "pullPolicy": "Always"},
     "pools": [LOCAL | {"path": "/mnt/a", "mounted": True}, LOCAL | {"name": "b"}],
     "snapshots": {"enabled": True, "classes": []},
-    "storageClasses": [{"name": "other", "allowVolumeExpansion": False, "mountOptions": ["nosuid"]}],
+    "storageClasses": [
+        {"name": "other", "allowVolumeExpansion": False, "mountOptions": ["nosuid"]}
+    ],
     "node": {
         "kubeletDir": "/var/lib/k0s/kubelet",
         "topology": ["zone=a"],

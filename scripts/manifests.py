@@ -1,4 +1,4 @@
-"""Builds and validates Kubernetes' objects, for the checks of deploy/."""
+"""Builds and validates Kubernetes' objects, and collects what is wrong with them."""
 
 import os
 import shutil
@@ -17,6 +17,19 @@ KUBERNETES = ["1.27", kubernetes_validate.latest_version()]
 # Kinds without a schema in some or all releases: custom resources, and kinds that came
 # later than the oldest.
 WITHOUT_SCHEMA = {"PodMonitor", "VolumeAttributesClass", "VolumeSnapshot", "VolumeSnapshotClass"}
+problems = []
+
+
+def problem(where, what):
+    problems.append(f"{where}: {what}")
+
+
+def report(success):
+    for line in problems:
+        print(line, file=sys.stderr)
+    if problems:
+        sys.exit(1)
+    print(success)
 
 
 def kustomize(resources, components=()):
