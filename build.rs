@@ -5,12 +5,13 @@ use std::{collections::BTreeMap, env, error::Error, fmt::Write as _, fs, path::P
 
 use prost_reflect::{DescriptorPool, MessageDescriptor};
 
-const PROTOS: [&str; 7] = [
+const PROTOS: [&str; 8] = [
     "csi/v1/csi.proto",
     "csi_addons/encryptionkeyrotation.proto",
     "csi_addons/fence.proto",
     "csi_addons/identity.proto",
     "csi_addons/reclaimspace.proto",
+    "csi_addons/replication.proto",
     "uring_csi/v1/admin.proto",
     "uring_csi/holder/v1/holder.proto",
 ];

@@ -25,6 +25,7 @@ mod params;
 mod range;
 pub mod rbd;
 mod reclaims;
+mod replication;
 mod serialized;
 mod stores;
 
@@ -33,6 +34,9 @@ pub use error::ProvisionError;
 pub use orphan::{Orphan, OrphanKind, OrphanReport};
 pub use params::Parameters;
 pub use range::Range;
+pub use replication::{
+    Replicated, ReplicationChange, ReplicationHealth, ReplicationInfo, ReplicationParameters,
+};
 pub use serialized::within;
 pub use stores::{StoreKind, Stores};
 
@@ -302,6 +306,8 @@ pub enum Release {
     Pending(ProvisionError, Duration),
 }
 
+const REPLICATES_NONE: &str = "image files are not replicated to another cluster";
+
 const FENCES_NONE: &str = "image files are not behind a network that could be fenced";
 
 /// A store of volumes: image files, or images in Ceph clusters. Its calls block, so
@@ -336,6 +342,23 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     fn reclaim_space(&self, _handle: &str, _secrets: &Secrets) -> Result<(), ProvisionError> {
         let why = "only a node that has the volume returns its unused space: image files";
         Err(ProvisionError::Unsupported(why))
+    }
+    /// Changes the replication of a volume to another cluster.
+    fn replicate(
+        &self,
+        _handle: &str,
+        _change: &ReplicationChange,
+        _secrets: &Secrets,
+    ) -> Result<Replicated, ProvisionError> {
+        Err(ProvisionError::Unsupported(REPLICATES_NONE))
+    }
+    /// How the other cluster follows a volume.
+    fn replication_info(
+        &self,
+        _handle: &str,
+        _secrets: &Secrets,
+    ) -> Result<ReplicationInfo, ProvisionError> {
+        Err(ProvisionError::Unsupported(REPLICATES_NONE))
     }
     /// Shuts networks off from a cluster, or, if `fenced` is false, ends that.
     fn fence_networks(

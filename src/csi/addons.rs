@@ -5,6 +5,7 @@
 //!  identity     which of them this process has
 //!  node         those on a volume that a node has
 //!  controller   those on a volume that no node has, and on clusters
+//!  replication  volumes that another cluster follows
 //! ```
 
 #[cfg(feature = "controller")]
@@ -12,6 +13,8 @@ pub mod controller;
 pub mod identity;
 #[cfg(feature = "node")]
 pub mod node;
+#[cfg(feature = "controller")]
+mod replication;
 
 use std::collections::HashMap;
 

@@ -33,6 +33,7 @@ use crate::{
             fence::fence_controller_server::FenceControllerServer,
             identity::identity_server::IdentityServer as AddonsIdentityServer,
             reclaimspace::reclaim_space_controller_server::ReclaimSpaceControllerServer,
+            replication::controller_server::ControllerServer as ReplicationServer,
         },
         admin::{
             controller_admin_server::ControllerAdminServer, orphan_admin_server::OrphanAdminServer,
@@ -254,12 +255,17 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
 fn addons_routes(driver_name: &str, started: Readiness, stores: &Stores) -> Routes {
     let mut operations = vec![Operation::ControllerService];
     if stores.has_clusters() {
-        operations.extend([Operation::ReclaimOffline, Operation::FenceNetworks]);
+        operations.extend([
+            Operation::ReclaimOffline,
+            Operation::FenceNetworks,
+            Operation::ReplicateVolumes,
+        ]);
     }
     let identity = AddonsIdentity::new(driver_name, started, operations);
     let controller = AddonsController::new(stores.clone());
     Routes::new(AddonsIdentityServer::new(identity))
         .add_service(ReclaimSpaceControllerServer::new(controller.clone()))
+        .add_service(ReplicationServer::new(controller.clone()))
         .add_service(FenceControllerServer::new(controller))
 }
 

@@ -36,3 +36,10 @@ pub mod encryptionkeyrotation {
         "/encryptionkeyrotation.redacted.rs"
     ));
 }
+
+/// Replicating volumes to another cluster.
+pub mod replication {
+    #![allow(missing_docs, clippy::pedantic)]
+    tonic::include_proto!("replication");
+    include!(concat!(env!("OUT_DIR"), "/replication.redacted.rs"));
+}

@@ -30,7 +30,8 @@ use std::{
 use super::{
     Abilities, Capacity, CapacityRequest, Cidr, ListEntry, ListRequest, NewSnapshot, NewVolume,
     OrphanReport, ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release,
-    SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse, serialized::KeyedMutex,
+    Replicated, ReplicationChange, ReplicationInfo, SnapshotInfo, VolumeCondition, VolumeInfo,
+    VolumeUse, serialized::KeyedMutex,
 };
 use crate::{
     Done,
@@ -65,6 +66,7 @@ mod networks;
 mod operators;
 mod orphans;
 mod qos;
+mod replication;
 mod snapshots;
 mod store;
 mod topology;
@@ -193,6 +195,23 @@ impl Provisioner for RbdStore {
 
     fn reclaim_space(&self, handle: &str, secrets: &Secrets) -> Result<(), ProvisionError> {
         self.reclaim_space(handle, secrets)
+    }
+
+    fn replicate(
+        &self,
+        handle: &str,
+        change: &ReplicationChange,
+        secrets: &Secrets,
+    ) -> Result<Replicated, ProvisionError> {
+        self.replicate(handle, change, secrets)
+    }
+
+    fn replication_info(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<ReplicationInfo, ProvisionError> {
+        self.replication_info(handle, secrets)
     }
 
     fn fence_networks(

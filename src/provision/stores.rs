@@ -16,8 +16,8 @@ use futures_util::future::{BoxFuture, join_all};
 
 use super::{
     Abilities, Capacity, CapacityRequest, Cidr, ListEntry, ListRequest, NewSnapshot, NewVolume,
-    Page, ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release,
-    SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse,
+    Page, ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release, Replicated,
+    ReplicationChange, ReplicationInfo, SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse,
     images::ImageStore,
     rbd::RbdStore,
     reclaims::Reclaims,
@@ -292,6 +292,31 @@ impl Stores {
         store.run(&key, "sparsify", work).await?;
         self.reclaims.tell(&handle);
         Ok(())
+    }
+
+    /// [`Provisioner::replicate`].
+    pub async fn replicate(
+        &self,
+        handle: String,
+        change: ReplicationChange,
+        secrets: Secrets,
+    ) -> Result<Replicated, ProvisionError> {
+        self.on(handle, "replicate", move |store, handle| {
+            store.replicate(handle, &change, &secrets)
+        })
+        .await
+    }
+
+    /// [`Provisioner::replication_info`].
+    pub async fn replication_info(
+        &self,
+        handle: String,
+        secrets: Secrets,
+    ) -> Result<ReplicationInfo, ProvisionError> {
+        self.on(handle, "look", move |store, handle| {
+            store.replication_info(handle, &secrets)
+        })
+        .await
     }
 
     /// The store whose clusters are behind networks.

@@ -36,6 +36,7 @@ mod crashes;
 mod exits;
 mod fencing;
 mod orphans;
+mod replication;
 mod takeover;
 
 const GIB: u64 = 1 << 30;

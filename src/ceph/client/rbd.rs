@@ -30,7 +30,7 @@ pub use features::Features;
 pub use header::Header;
 pub use image::{Image, OpenMode, Watcher};
 pub use lineage::LinkedImage;
-pub use mirror::Mirroring;
+pub use mirror::{MirrorMode, MirrorSite, MirrorSites, MirrorState, Mirroring, is_mirroring_on};
 pub use options::ImageOptions;
 pub use snapshots::SnapshotKind;
 

@@ -31,7 +31,7 @@ use crate::{
 /// The services of one controller.
 #[derive(Clone, Debug)]
 pub struct AddonsController {
-    stores: Stores,
+    pub(super) stores: Stores,
 }
 
 impl AddonsController {

@@ -32,6 +32,8 @@ pub enum Operation {
     FenceClients,
     /// `EncryptionKeyRotate`.
     RotateKeys,
+    /// `EnableVolumeReplication` and its like.
+    ReplicateVolumes,
 }
 
 impl From<Operation> for Capability {
@@ -55,6 +57,10 @@ impl From<Operation> for Capability {
             Operation::FenceNetworks => fence(capability::network_fence::Type::NetworkFence),
             Operation::FenceClients => fence(capability::network_fence::Type::GetClientsToFence),
             Operation::ReclaimOnline => reclaim(capability::reclaim_space::Type::Online),
+            Operation::ReplicateVolumes => {
+                let r#type = capability::volume_replication::Type::VolumeReplication.into();
+                Type::VolumeReplication(capability::VolumeReplication { r#type })
+            }
             Operation::RotateKeys => {
                 let r#type =
                     capability::encryption_key_rotation::Type::Encryptionkeyrotation.into();

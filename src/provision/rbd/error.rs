@@ -12,6 +12,19 @@ use crate::{
 /// A call on an RBD volume failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RbdError {
+    /// Its mirroring is not as the call needs it.
+    #[error("image {image}: {why}")]
+    NotReplicated {
+        image: String,
+        /// The defect, and what to do.
+        why: String,
+    },
+    /// A change of its mirroring goes on.
+    #[error("image {image}: {why}; try again")]
+    Resyncing { image: String, why: &'static str },
+    /// No other cluster has copied it yet.
+    #[error("no other cluster has reported a complete copy of image {0} yet")]
+    NotSynced(String),
     /// The configuration lacks the cluster, or cannot be read.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -262,6 +275,7 @@ impl RbdError {
             | Self::InUse { .. }
             | Self::Grouped { .. }
             | Self::NotReplayed { .. }
+            | Self::NotReplicated { .. }
             | Self::NoOrphan { .. }
             | Self::Snapshotted { .. }
             | Self::ClientNotRegistered { .. }
@@ -273,8 +287,8 @@ impl RbdError {
             | Self::Foreign { .. }
             | Self::StillAttached { .. } => Kind::InUse,
             Self::Snapshots { .. } => Kind::Exhausted,
-            Self::Lost { .. } => Kind::NotFound,
-            Self::NotMeasured { .. } => Kind::Transient,
+            Self::Lost { .. } | Self::NotSynced(_) => Kind::NotFound,
+            Self::NotMeasured { .. } | Self::Resyncing { .. } => Kind::Transient,
             Self::Cluster { source: error, .. }
             | Self::Ceph(error)
             | Self::Network(NetworkError::Ceph(error))

@@ -112,6 +112,13 @@ impl Flattener {
         self.keep_short(&pool, &opened, &parent.name, 2)
     }
 
+    /// Flattens an image in the background; the error says so.
+    pub fn flatten_image(&self, pool: &IoCtx, name: &str) -> RbdError {
+        let image = (pool.clone(), name.to_owned());
+        self.flatten(format!("mirror {}", full_name(pool, name)), [image].into());
+        RbdError::Flattening(format!("{pool}/{name}"))
+    }
+
     /// Keeps the number of an image's snapshots within its bounds.
     pub fn keep_few(&self, image: &Image) -> Result<(), RbdError> {
         let count = image.snapshots()?.len();

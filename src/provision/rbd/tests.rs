@@ -10,6 +10,7 @@ mod limits;
 mod mapping;
 mod orphans;
 mod pools;
+mod replication;
 mod sources;
 mod stalls;
 mod trash;

@@ -258,11 +258,11 @@ pub enum Removal {
 pub fn removal(of: &Journal, found: &FoundImage, image: &Image) -> Result<Removal, RbdError> {
     Ok(match image.mirroring()? {
         Mirroring::Secondary => {
-            let replay = image.replay()?;
-            if !replay.is_active {
+            let own = image.mirror_sites()?.own;
+            if !own.is_replaying() {
                 return Err(RbdError::NotReplayed {
                     image: found.path(),
-                    status: replay.description,
+                    status: own.description,
                 });
             }
             Removal::Entry

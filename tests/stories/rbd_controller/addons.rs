@@ -27,7 +27,7 @@ use uring_csi::proto::addons::{
 use super::{CEPH, Ceph};
 use crate::addons::Addons;
 
-async fn controller_with_addons(sandbox: &Sandbox, ceph: &Ceph) -> (Controller, Addons) {
+pub async fn controller_with_addons(sandbox: &Sandbox, ceph: &Ceph) -> (Controller, Addons) {
     let addons = Addons::new(sandbox);
     let mut setup = ceph.setup(sandbox);
     setup.args.extend(addons.args());

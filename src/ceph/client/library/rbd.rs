@@ -112,8 +112,18 @@ pub struct GroupInfo {
 
 /// `RBD_MIRROR_IMAGE_ENABLED`.
 pub const MIRRORED: c_int = 1;
-/// `MIRROR_IMAGE_STATUS_STATE_REPLAYING`.
+/// `RBD_MIRROR_MODE_DISABLED`, of a pool.
+pub const MIRROR_MODE_DISABLED: c_int = 0;
+/// `RBD_MIRROR_IMAGE_MODE_JOURNAL`.
+pub const BY_JOURNAL: c_int = 0;
+/// `RBD_MIRROR_IMAGE_MODE_SNAPSHOT`.
+pub const BY_SNAPSHOT: c_int = 1;
+/// `MIRROR_IMAGE_STATUS_STATE_UNKNOWN` and those after it.
+pub const UNKNOWN: c_int = 0;
+pub const ERROR: c_int = 1;
+pub const SYNCING: c_int = 2;
 pub const REPLAYING: c_int = 4;
+pub const STOPPED: c_int = 6;
 
 #[cfg(target_pointer_width = "64")]
 const _: () = {
@@ -212,6 +222,12 @@ table! {
         fn rbd_mirror_image_get_info_cleanup(info: *mut MirrorInfo);
         fn rbd_mirror_image_get_global_status(image: Image, status: *mut MirrorStatus, status_size: usize) -> c_int;
         fn rbd_mirror_image_global_status_cleanup(status: *mut MirrorStatus);
+        fn rbd_mirror_mode_get(io: IoCtx, mode: *mut c_int) -> c_int;
+        fn rbd_mirror_image_enable2(image: Image, mode: c_int) -> c_int;
+        fn rbd_mirror_image_disable(image: Image, force: bool) -> c_int;
+        fn rbd_mirror_image_promote(image: Image, force: bool) -> c_int;
+        fn rbd_mirror_image_demote(image: Image) -> c_int;
+        fn rbd_mirror_image_resync(image: Image) -> c_int;
         fn rbd_get_group(image: Image, group: *mut GroupInfo, group_size: usize) -> c_int;
         fn rbd_group_info_cleanup(group: *mut GroupInfo, group_size: usize) -> c_int;
     }
