@@ -33,6 +33,7 @@ EXAMPLES = {
     "rook": ("examples/rook-overlay", []),
     "shared-pool": ("base", ["snapshots", "pod-monitor", "network-policy"]),
     "takeover": ("examples/takeover-overlay", []),
+    "vault": ("examples/vault-overlay", []),
 }
 SHARED = {"name": "default", "path": "/srv/uring-csi", "scope": "shared"}
 LOCAL = SHARED | {"scope": "local"}
@@ -74,6 +75,9 @@ REFUSED = [
     ({"pools": [SHARED], "inline": {"enabled": True}}, "inline volumes need local pools"),
     ({"pools": [LOCAL | {"path": "/pool", "mounted": True}]}, "must not be /"),
     ({"ceph": {"rbdNbd": {"enabled": True}}}, "without ceph.enabled"),
+    ({"ceph": {"vault": {"audience": "https://kubernetes.default.svc"}}}, "audience"),
+    ({"ceph": {"kmsSecrets": [{"namespace": "a/b", "name": "c", "secret": "d"}]}}, "pattern"),
+    ({"ceph": {"vault": {"enabled": True}}}, "without ceph.enabled"),
     ({"attributesClasses": [{"name": "a", "parameters": {}}]}, "only volumes in Ceph"),
     ({"pools": [{"name": "default", "path": "relative", "scope": "local"}]}, "pattern"),
     ({"pool": [LOCAL]}, "additional properties"),

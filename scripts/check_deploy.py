@@ -35,7 +35,9 @@ OVERLAYS = [
     ("examples/nbd-overlay", []),
     ("examples/ceph-overlay", []),
     ("examples/ceph-overlay", ["rbd-nbd"]),
+    ("examples/vault-overlay", []),
     ("examples/takeover-overlay", []),
+    ("examples/takeover-overlay", ["vault"]),
     ("examples/rook-overlay", []),
     ("examples/rook-overlay", ["rbd-nbd"]),
 ]

@@ -123,6 +123,16 @@ pool that must be mounted is below what the container mounts. */ -}}
 - name: kms
   mountPath: /etc/ceph-csi-encryption-kms-config
   readOnly: true
+{{- if .Values.ceph.vault.enabled }}
+- name: kms-token
+  mountPath: /var/run/secrets/uring-csi/kms
+  readOnly: true
+{{- end }}
+{{- range $index, $mounted := .Values.ceph.kmsSecrets }}
+- name: kms-secret-{{ $index }}
+  mountPath: /etc/uring-csi/kms-secrets/{{ $mounted.namespace }}/{{ $mounted.name }}
+  readOnly: true
+{{- end }}
 {{- end }}
 
 {{- define "uring-csi.cephVolumes" -}}
@@ -138,6 +148,20 @@ pool that must be mounted is below what the container mounts. */ -}}
   configMap:
     name: {{ .Values.ceph.kmsConfigMap }}
     optional: true
+{{- if .Values.ceph.vault.enabled }}
+- name: kms-token
+  projected:
+    sources:
+      - serviceAccountToken:
+          path: token
+          audience: {{ .Values.ceph.vault.audience }}
+{{- end }}
+{{- range $index, $mounted := .Values.ceph.kmsSecrets }}
+- name: kms-secret-{{ $index }}
+  secret:
+    secretName: {{ $mounted.secret }}
+    optional: true
+{{- end }}
 {{- end }}
 
 {{- define "uring-csi.logArgs" -}}

@@ -26,6 +26,9 @@
 {{- if and .Values.ceph.rbdNbd.enabled (not .Values.ceph.enabled) }}
 {{- fail "ceph.rbdNbd.enabled without ceph.enabled" }}
 {{- end }}
+{{- if and (or .Values.ceph.vault.enabled .Values.ceph.kmsSecrets) (not .Values.ceph.enabled) }}
+{{- fail "ceph.vault and ceph.kmsSecrets without ceph.enabled" }}
+{{- end }}
 {{- if and .Values.attributesClasses (not .Values.ceph.enabled) }}
 {{- fail "attributesClasses: only volumes in Ceph have attributes to modify" }}
 {{- end }}
