@@ -12,7 +12,7 @@ export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(abspath $(BIN_DI
 PYTHON := $(BIN_DIR)/../python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint audit bench counts sizes clean
+.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint book audit bench counts sizes clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -69,7 +69,7 @@ test-matrix: setup ## Test on several kernels and releases of Ceph: takes hours
 	@tests/kernel/matrix.sh
 
 # SUITE=bookworm or trixie: only this one.
-fresh: ## Run the README's commands on a minimal Debian
+fresh: ## Run the commands of docs/start.md on a minimal Debian
 	@scripts/fresh.sh $(SUITE)
 
 lint: build ## Formatting, clippy in every feature set, manifests, dependencies
@@ -81,9 +81,12 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	cargo clippy --no-default-features --features cli -- -D warnings
 	cargo clippy --no-default-features --features holder -- -D warnings
 	@if [ -e $(PYTHON)/installed ] && { command -v kubectl || command -v kustomize; }; \
-	then $(PYTHON)/bin/python scripts/check_deploy.py && $(PYTHON)/bin/python scripts/check_chart.py && \
-	  $(PYTHON)/bin/python scripts/chart_values.py --check; \
+	then $(PYTHON)/bin/python scripts/check_deploy.py && $(PYTHON)/bin/python scripts/check_chart.py; \
 	else echo "**** NOT TESTED: deploy, kubectl or kustomize, or packages of Python, are missing"; \
+	[ -z "$$CI" ] || ! grep -qx ID=debian /etc/os-release; fi
+	@if [ -e $(PYTHON)/installed ]; \
+	then $(PYTHON)/bin/python scripts/reference.py --check && $(PYTHON)/bin/python scripts/book.py; \
+	else echo "**** NOT TESTED: docs, packages of Python are missing"; \
 	[ -z "$$CI" ] || ! grep -qx ID=debian /etc/os-release; fi
 	@if command -v dpkg-query >/dev/null; then scripts/check_programs.py; \
 	else echo "programs: not checked, this is not Debian"; fi
@@ -92,11 +95,17 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	@if cargo deny --version >/dev/null 2>&1; then cargo deny check bans licenses sources; \
 	else echo "dependencies: not checked, cargo-deny is not installed"; fi
 
+# Also writes what docs/ takes from the code.
+book: build ## Build docs/ as a book, in target/book/docs
+	@scripts/setup.sh lint
+	$(PYTHON)/bin/python scripts/reference.py
+	$(PYTHON)/bin/python scripts/book.py
+
 audit: ## Look for advisories against dependencies (needs the network and cargo-deny)
 	cargo deny check advisories
 
 # ONLY=nbd: one backend; QUICK=1: a short run, without usable numbers.
-bench: setup ## Measure the cases of PERFORMANCE.md
+bench: setup ## Measure the cases of docs/performance.md
 	@scripts/bench.sh
 
 # UPDATE=1 writes the counts to the file; NAMES=1 lists the system calls by name.

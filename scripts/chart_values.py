@@ -1,21 +1,14 @@
-#!/usr/bin/env python3
-"""Writes the table of the chart's values into docs/install.md, from values.yaml.
-
-A comment that begins with `--` describes the key after it. With --check nothing is written,
-and the program fails if the table is old.
-"""
+"""The table of the chart's values, from values.yaml: a comment that begins with `--`
+describes the key after it."""
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUES = ROOT / "deploy/chart/values.yaml"
-DOCUMENT = ROOT / "docs/install.md"
-BEGIN, END = "<!-- values: scripts/chart_values.py -->\n", "<!-- end of values -->\n"
 
 
 def described(text):
@@ -47,17 +40,3 @@ def table():
         name, meaning = ".".join(path), description.replace("|", "\\|")
         lines.append(f"| `{name}` | {meaning} | `{shown}` |")
     return "\n".join(lines) + "\n"
-
-
-def main():
-    before, rest = DOCUMENT.read_text().split(BEGIN)
-    old, after = rest.split(END)
-    new = f"\n{table()}\n"
-    if "--check" not in sys.argv[1:]:
-        DOCUMENT.write_text(before + BEGIN + new + END + after)
-    elif new != old:
-        sys.exit("docs/install.md: the table of values is old: run scripts/chart_values.py")
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 # Words that are also names of programs.
 WORDS = {"file", "look", "node", "red", "time", "write"}
-# setup.sh installs curl and cargo if needed, the README make and git, and ip is busybox's.
+# setup.sh installs curl and cargo if needed, docs/start.md make and git, and ip is busybox's.
 SEEN_TO = {"curl", "git", "ip", "make"}
 # Run if they are installed; otherwise the code prints that they are missing.
 OPTIONAL = {"bao", "kubectl", "kustomize", "mmdebstrap", "perf"}

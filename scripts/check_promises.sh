@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks that every test in docs/reliability.md and docs/security.md exists. The
+# Checks that every test in docs/reliability.md, security.md and upgrades.md exists. The
 # documents name a test as `module::test_name`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,7 +14,7 @@ while IFS=: read -r document line test; do
     echo "$document:$line: there is no test $test" >&2
     missing=1
   fi
-done < <(grep -noE '`[a-z_0-9]+(::[a-z_0-9]+)+`' docs/reliability.md docs/security.md | tr -d '`' |
+done < <(grep -noE '`[a-z_0-9]+(::[a-z_0-9]+)+`' docs/reliability.md docs/security.md docs/upgrades.md | tr -d '`' |
   sed -E 's/^([^:]*):([^:]*):/\1:\2:/')
 ((named)) || { echo "no document names a test" >&2; missing=1; }
 exit "$missing"

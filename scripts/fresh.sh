@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# fresh.sh [SUITE...]: runs the README's commands, `make demo` and `make test`, as on a
+# fresh.sh [SUITE...]: runs the commands of docs/start.md, `make demo` and `make test`, as on a
 # fresh machine: in a root file system of that Debian suite (bookworm and trixie) with
 # only the essential packages and apt. Uncommitted changes are included.
 #
@@ -37,7 +37,7 @@ inside() {
   # This machine's access to PyPI, as make_root passes apt's.
   [[ ! -e /etc/pip.conf ]] || cp -r --parents /etc/pip.conf /etc/ssl/certs "$root"
   enter_root "$root" toolchain_and_registry
-  # The README's commands, in its order.
+  # The commands of docs/start.md, in its order.
   env -i HOME=/root TERM="${TERM:-dumb}" PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/rust/bin \
     chroot . bash -euc '
     cd /root/uring-csi

@@ -188,7 +188,7 @@ check_openbao() {
   rm -rf "$work"
 }
 
-# The checks of the manifests import packages that Debian does not have.
+# The checks of manifests and documents need packages that Debian does not have.
 check_python() {
   local wanted=scripts/requirements.txt
   cmp -s "$wanted" "$python/installed" && return
@@ -196,7 +196,7 @@ check_python() {
   if python3 -m venv --clear "$python" && "$python/bin/pip" install -q -r "$wanted"; then
     cp "$wanted" "$python/installed"
   else
-    echo "setup: without these packages the manifests are not checked" >&2
+    echo "setup: without these packages manifests and documents are not checked" >&2
   fi
 }
 

@@ -89,7 +89,7 @@ pub enum HandshakeError {
     },
     /// The server insists on TLS.
     #[error(
-        "the server insists on TLS{}, which the kernel's NBD driver does not support: run nbdkit as a TLS client on each node (README, \"NBD exports\"), or serve the export without TLS, over a network that you trust",
+        "the server insists on TLS{}, which the kernel's NBD driver does not support: run nbdkit as a TLS client on each node (docs/nbd.md), or serve the export without TLS, over a network that you trust",
         ServerMessage(message)
     )]
     NeedsTls {

@@ -1,0 +1,278 @@
+#!/usr/bin/env python3
+"""Writes what docs/ takes from the code, between the comments that name this program: the
+tables of flags, metrics, codes, error messages and values of the chart, and uringctl's help.
+With --check it writes nothing, and fails where a text is old.
+
+It also checks what docs/reference has written by hand: each table of parameters has the keys
+that the code reads, no fewer and no more, each message in the table of remedies is in the code,
+and one version is everywhere.
+
+The programs must be built (BIN_DIR, by default target/debug). Run it by
+target/python/bin/python, where `scripts/setup.sh lint` installs what it imports.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import chart_values
+from manifests import problem, report
+
+ROOT = Path(__file__).resolve().parent.parent
+SRC = ROOT / "src"
+REFERENCE = ROOT / "docs/reference"
+BIN_DIR = Path(os.environ.get("BIN_DIR", ROOT / "target" / "debug"))
+STRING = r'"((?:[^"\\]|\\.)*)"'
+# The modules of the errors, by whom they concern.
+ERRORS = {
+    "Requests, volumes and their devices": ["volume", "device", "nbd", "admission", "size"],
+    "File systems and mounts": ["fs", "mount"],
+    "Pools, images and the controller": ["pool", "provision/error"],
+    "Ceph": ["ceph", "provision/rbd"],
+    "rbd-nbd": ["supervisor"],
+    "The start of a program, and its sockets": ["csi", "endpoint", "kernel", "observe", "ring"],
+    "uringctl": ["cli"],
+}
+
+
+def source(path):
+    return (SRC / path).read_text()
+
+
+def table(heads, rows):
+    def line(cells):
+        return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+    return "\n".join([line(heads), line(["---"] * len(heads)), *map(line, rows)]) + "\n"
+
+
+def help_of(program, *command, flag="--help"):
+    """Of the same width on every terminal."""
+    return subprocess.check_output(
+        [BIN_DIR / program, *command, flag], text=True, env=os.environ | {"COLUMNS": "92"}
+    )
+
+
+def flags(program):
+    """The table of a program's flags, from its long help."""
+    rows = []
+    for option in re.split(r"\n(?=      --)", help_of(program))[1:]:
+        name, *lines = option.split("\n")
+        text = re.split(r"\n\S", "\n".join(lines))[0]
+        variable = re.search(r"\[env: (\w+)=.*\]", text)
+        default = re.search(r"\[default: (.*)\]", text)
+        values = re.findall(r"^ *- (\w+): (.*)$", text, re.MULTILINE)
+        meaning = " ".join(re.split(r"\[env:|\[default:|Possible values:", text)[0].split())
+        meaning += "".join(f"; `{value}`: {what}" for value, what in values)
+        rows.append(
+            [
+                f"`{name.strip()}`",
+                meaning,
+                f"`{default[1]}`" if default else "",
+                f"`{variable[1]}`" if variable else "",
+            ]
+        )
+    return table(["flag", "meaning", "default", "variable"], rows)
+
+
+def commands():
+    """The help of each of uringctl's commands, without the options that all have."""
+    names = re.search(r"Commands:\n(.*?)\n\n", help_of("uringctl"), re.DOTALL)[1]
+    for name in re.findall(r"^  ([a-z]+) ", names, re.MULTILINE):
+        if name == "help":
+            continue
+        text = help_of("uringctl", name, flag="-h")
+        yield f"### uringctl {name}\n", text
+        below = re.search(r"Commands:\n(.*?)\n\n", text, re.DOTALL)
+        for inner in re.findall(r"^  ([a-z]+) ", below[1] if below else "", re.MULTILINE):
+            if inner != "help":
+                text = help_of("uringctl", name, inner, flag="-h")
+                yield f"### uringctl {name} {inner}\n", text
+
+
+def uringctl():
+    parts = [f"```text\n{help_of('uringctl').strip()}\n```\n"]
+    for head, text in commands():
+        own = re.sub(r"\nOptions of every command:\n( .*\n|\n(?= ))*", "", text)
+        parts.append(f"{head}\n```text\n{own.strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def metrics():
+    text = source("observe/metrics.rs")
+    names = dict(re.findall(r'const (\w+): &str = "(uring_csi_\w+)";', text))
+    labels = {
+        constant: re.findall(r'"(\w+)" =>', arguments)
+        for constant, arguments in re.findall(r"\b(?:histogram|gauge|counter)!\(\s*(\w+)([^)]*)\)", text)
+    }
+    described = re.findall(rf"describe_(\w+)!\(\s*(\w+),\s*Unit::(\w+),\s*{STRING}", text)
+    for name in names.keys() - {constant for _, constant, *_ in described}:
+        problem("src/observe/metrics.rs", f"{name} has no description")
+    rows = [
+        [f"`{names[constant]}`", kind, ", ".join(f"`{label}`" for label in labels[constant]), what]
+        for kind, constant, _, what in described
+    ]
+    return table(["metric", "type", "labels", "meaning"], rows)
+
+
+def codes():
+    meanings = dict(
+        (name, " ".join(re.findall(r"/// (.*)", doc)))
+        for doc, name in re.findall(r"((?: *///.*\n)+) *(\w+),", source("kind.rs"))
+    )
+    kinds = re.findall(r"Kind::(\w+) => Code::(\w+)", source("csi/status.rs"))
+    return table(
+        ["code", "what the caller may do"],
+        [[re.sub(r"(?<=[a-z])(?=[A-Z])", "_", code).upper(), meanings[kind]] for kind, code in kinds],
+    )
+
+
+def plain(literal):
+    """A Rust string's text, with … for what is filled in."""
+    text = re.sub(r"\\\n\s*", "", literal).replace('\\"', '"').replace("\\\\", "\\")
+    text = re.sub(r"\{(\w*)[^}]*\}", lambda m: m[1].upper() if m[1][:1].isalpha() else "…", text)
+    return text.strip()
+
+
+def messages(modules):
+    rows = []
+    for module in modules:
+        paths = sorted([*SRC.glob(f"{module}.rs"), *SRC.glob(f"{module}/**/*.rs")])
+        for path in paths:
+            found = re.findall(rf"((?:^ *///.*\n)*)^ *#\[error\(\s*{STRING}", path.read_text(), re.MULTILINE)
+            for doc, literal in found:
+                message = plain(literal)
+                if re.search("[a-z]{3}", message):
+                    cause = " ".join(re.findall(r"/// (.*)", doc))
+                    rows.append([f"*{message.replace('*', '')}*", cause])
+    return table(["message", "cause"], rows)
+
+
+def errors():
+    documented = {m for modules in ERRORS.values() for m in modules}
+    for path in SRC.rglob("*.rs"):
+        module = str(path.relative_to(SRC).with_suffix(""))
+        if "#[error(" in path.read_text() and not any(
+            module == known or module.startswith(f"{known}/") for known in documented
+        ):
+            problem("scripts/reference.py", f"no heading for the errors of {module}")
+    return "\n".join(f"### {head}\n\n{messages(modules)}" for head, modules in ERRORS.items())
+
+
+def strings(path, before):
+    """The string literals of the list after `before`, to its end."""
+    text = source(path)
+    start = text.index(before) + len(before)
+    return set(re.findall(STRING, text[start : text.index("]", start)]))
+
+
+def ceph_class():
+    text = source("provision/rbd/class.rs")
+    arms = text[text.index("match name.as_str() {") : text.index("_ => match UNSUPPORTED")]
+    keys = set(re.findall(r'^ *"(\w+)"', arms, re.MULTILINE)) | {"thickProvision"}
+    qos = source("provision/rbd/qos.rs")
+    keys |= set(re.findall(r'(?:base|per_gib): "(\w+)"', qos)) | {"BaseVolSizeBytes"}
+    keys |= strings("provision/rbd/class.rs", "FOR_THE_NODE: &[&str] = &[")
+    return keys | strings("provision/rbd/class.rs", "UNSUPPORTED: [&str; 4] = [")
+
+
+def parameters():
+    """The keys that the code reads, by the heading of their table."""
+    common = strings("device/context.rs", "COMMON: [&str; 4] = [")
+    own = strings("provision/params/export.rs", "OWN: [&str; 4] = [") | {"nbdServer"}
+    return {
+        "StorageClasses of image pools": strings("provision/params.rs", "KNOWN: [&str; 8] = [") | own,
+        "StorageClasses of Ceph pools": ceph_class(),
+        "Snapshot classes of Ceph pools": strings(
+            "provision/rbd/snapshots.rs", "const KNOWN: [&str; 3] = ["
+        ),
+        "VolumeAttributesClasses of Ceph pools": strings(
+            "provision/rbd/qos.rs", "MODIFIABLE: [&str; 12] = ["
+        ),
+        "Volume context of image files": common | strings("device/images.rs", "refuse_unlisted(&["),
+        "Volume context of NBD exports": common | strings("device/exports.rs", "refuse_unlisted(&["),
+        "Volume context of Ceph images": common
+        | strings("device/ceph/source.rs", "KNOWN: [&str; 27] = ["),
+        "Inline volumes": strings("csi/node/inline.rs", "ATTRIBUTES: [&str; 3] = ["),
+    }
+
+
+def check_parameters():
+    text = (REFERENCE / "parameters.md").read_text()
+    sections = dict(re.findall(r"^## (.*)\n((?:(?!^## ).*\n?)*)", text, re.MULTILINE))
+    for head, keys in parameters().items():
+        cells = re.findall(r"^\| (`[^|]*) \|", sections.get(head, ""), re.MULTILINE)
+        listed = {key for cell in cells for key in re.findall(r"`([\w./-]+)", cell) if "/" not in key}
+        for key in sorted(keys ^ listed):
+            where = "the code does not read" if key in listed else "the table lacks"
+            problem(f"docs/reference/parameters.md, {head}", f"{where} {key}")
+
+
+def check_remedies():
+    """Every piece of a message, between what is filled in, is in the code."""
+    code = " ".join(plain(path.read_text()) for path in SRC.rglob("*.rs"))
+    text = (REFERENCE / "errors.md").read_text()
+    shown = re.findall(r"^\| (?:exit with )?\*(.*?)\*", text[: text.index("## All messages")], re.MULTILINE)
+    if not shown:
+        problem("docs/reference/errors.md", "the table of remedies is empty")
+    for message in shown:
+        for piece in message.split("…"):
+            if piece.strip(" ,:") not in code:
+                problem("docs/reference/errors.md", f"no message has {piece.strip()!r}")
+
+
+def check_conditions():
+    """The table of health conditions has each, and no others."""
+    made = set()
+    for path in SRC.rglob("*.rs"):
+        made |= set(re.findall(r'Severity::\w+,\s*"(\w+)"|reason: "(\w+)"', path.read_text()))
+    text = (REFERENCE / "errors.md").read_text()
+    section = text[text.index("## Health conditions") : text.index("## All messages")]
+    listed = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+    for name in sorted({a or b for a, b in made} ^ listed):
+        problem("docs/reference/errors.md", f"the code and the table differ in the condition {name}")
+
+
+def check_versions():
+    """The version of Cargo.toml is everywhere."""
+    version = re.search(r'^version = "(.*)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)[1]
+    named = r"(?:newTag: |^version: |appVersion: |uring-csi-[a-z-]+:)\"?(\d+\.\d+\.\d+)"
+    places = [*ROOT.glob("deploy/**/*"), ROOT / "docs/install.md", ROOT / "docs/releases.md"]
+    for path in places:
+        if path.is_file() and set(re.findall(named, path.read_text(), re.MULTILINE)) - {version}:
+            problem(path.relative_to(ROOT), f"names another version than {version}")
+
+
+def replace(document, name, text, check):
+    """Puts the text between the document's comments of that name."""
+    begin, end = f"<!-- {name}: scripts/reference.py -->\n", f"<!-- end of {name} -->\n"
+    path = ROOT / "docs" / document
+    before, rest = path.read_text().split(begin)
+    old, after = rest.split(end)
+    new = f"\n{text}\n"
+    if not check:
+        path.write_text(before + begin + new + end + after)
+    elif new != old:
+        problem(f"docs/{document}", f"{name} is old: run scripts/reference.py")
+
+
+def main():
+    check = "--check" in sys.argv[1:]
+    for program in ("node", "controller", "holder"):
+        replace("reference/flags.md", program, flags(f"uring-csi-{program}"), check)
+    replace("reference/uringctl.md", "commands", uringctl(), check)
+    replace("reference/metrics.md", "metrics", metrics(), check)
+    replace("reference/errors.md", "codes", codes(), check)
+    replace("reference/errors.md", "messages", errors(), check)
+    replace("chart.md", "values", chart_values.table(), check)
+    check_parameters()
+    check_remedies()
+    check_conditions()
+    check_versions()
+    report("reference: docs/ agrees with the code")
+
+
+if __name__ == "__main__":
+    main()
