@@ -117,16 +117,33 @@ def metrics():
     return table(["metric", "type", "labels", "meaning"], rows)
 
 
+def codes_of_kinds():
+    pairs = re.findall(r"Kind::(\w+) => Code::(\w+)", source("csi/status.rs"))
+    return {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", code).upper() for kind, code in pairs}
+
+
 def codes():
     meanings = dict(
         (name, " ".join(re.findall(r"/// (.*)", doc)))
         for doc, name in re.findall(r"((?: *///.*\n)+) *(\w+),", source("kind.rs"))
     )
-    kinds = re.findall(r"Kind::(\w+) => Code::(\w+)", source("csi/status.rs"))
-    return table(
-        ["code", "what the caller may do"],
-        [[re.sub(r"(?<=[a-z])(?=[A-Z])", "_", code).upper(), meanings[kind]] for kind, code in kinds],
-    )
+    rows = [[code, meanings[kind]] for kind, code in codes_of_kinds().items()]
+    return table(["code", "what the caller may do"], rows)
+
+
+def code_of(text, variant, by_kind=codes_of_kinds()):
+    """The code of an error's variant by `fn kind` of its file; empty if it has none, or if
+    more than the variant decides."""
+    found, rest = set(), ""
+    for body in re.findall(r"^    pub fn kind\(&self\) -> Kind \{(.*?)^    }\n", text, re.M | re.S):
+        for patterns, answer in re.findall(r"^ {12}((?:Self::|_)[^=]*?)=> *(.*)$", body, re.M):
+            kind = re.fullmatch(r"Kind::(\w+),", answer)
+            code = by_kind[kind[1]] if kind else ""
+            if patterns.strip() == "_":
+                rest = code
+            for more in re.findall(rf"Self::{variant}\b([^|]*)", patterns):
+                found.add(code if re.fullmatch(r"\s*(\{ \.\. }|\(_\))?\s*(//.*\s*)*", more) else "")
+    return found.pop() if len(found) == 1 else "" if found else rest
 
 
 def plain(literal):
@@ -141,13 +158,14 @@ def messages(modules):
     for module in modules:
         paths = sorted([*SRC.glob(f"{module}.rs"), *SRC.glob(f"{module}/**/*.rs")])
         for path in paths:
-            found = re.findall(rf"((?:^ *///.*\n)*)^ *#\[error\(\s*{STRING}", path.read_text(), re.MULTILINE)
-            for doc, literal in found:
+            text = path.read_text()
+            pattern = rf"((?:^ *///.*\n)*)^ *#\[error\(\s*{STRING}[^]]*?\)\]\n(?:.*\n)*? *(?:pub struct )?(\w+)"
+            for doc, literal, variant in re.findall(pattern, text, re.MULTILINE):
                 message = plain(literal)
                 if re.search("[a-z]{3}", message):
                     cause = " ".join(re.findall(r"/// (.*)", doc))
-                    rows.append([f"*{message.replace('*', '')}*", cause])
-    return table(["message", "cause"], rows)
+                    rows.append([f"*{message.replace('*', '')}*", code_of(text, variant), cause])
+    return table(["message", "code", "cause"], rows)
 
 
 def errors():
