@@ -84,7 +84,7 @@ def commands():
         if name == "help":
             continue
         text = help_of("uringctl", name, flag="-h")
-        yield f"### uringctl {name}\n", text
+        yield f"## uringctl {name}\n", text
         below = re.search(r"Commands:\n(.*?)\n\n", text, re.DOTALL)
         for inner in re.findall(r"^  ([a-z]+) ", below[1] if below else "", re.MULTILINE):
             if inner != "help":
