@@ -105,7 +105,7 @@ audit: ## Look for advisories against dependencies (needs the network and cargo-
 	cargo deny check advisories
 
 # ONLY=nbd: one backend; QUICK=1: a short run, without usable numbers.
-bench: setup ## Measure the cases of docs/performance.md
+bench: setup ## Measure the cases of PERFORMANCE.md
 	@scripts/bench.sh
 
 # UPDATE=1 writes the counts to the file; NAMES=1 lists the system calls by name.

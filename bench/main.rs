@@ -10,7 +10,7 @@
 //! - *exec*: what attaches (`losetup`, `nbd-client`, `rbd`), `blkid`, `fsck`, `mkfs`,
 //!   `mount`, `umount`, as drivers built on mount-utils run them.
 //!
-//! `make bench` (scripts/bench.sh) for the numbers in docs/performance.md, each
+//! `make bench` (scripts/bench.sh) for the numbers in PERFORMANCE.md, each
 //! backend on a kernel that has it; the environment variable `BACKEND` says which one it
 //! is here: `loop`, unless it is set; `nbd`; `rbd`, which is Ceph on the node; `ceph`, which
 //! is Ceph in the controller and takes no driver; or `pools`, image files in the controller.
