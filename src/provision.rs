@@ -130,7 +130,7 @@ pub struct NewSnapshot {
     pub name: String,
     /// The handle of the volume to take it of.
     pub volume: String,
-    /// The snapshot class' parameters, without Kubernetes' own.
+    /// The snapshot class' parameters.
     pub parameters: HashMap<String, String>,
     /// The secrets of the storage.
     pub secrets: Secrets,

@@ -46,7 +46,7 @@ use crate::{
     provision::{
         ProvisionError, StoreKind, Stores,
         images::{Copies, ImageStore},
-        rbd::{Operators, PurgeTimes, QUIET_FOR, RbdStore, SecretDir, Settings},
+        rbd::{ObjectNames, Operators, PurgeTimes, QUIET_FOR, RbdStore, SecretDir, Settings},
     },
 };
 use clap::{Args, Parser};
@@ -117,6 +117,19 @@ struct CephStoreOptions {
         value_name = "ID"
     )]
     instance_id: String,
+    /// Give new images the names of their claim, volume or snapshot in Kubernetes, as
+    /// metadata: ceph-csi's --setmetadata.
+    #[arg(long, env = "URING_CSI_SET_METADATA")]
+    set_metadata: bool,
+    /// The name of this Kubernetes cluster, which --set-metadata adds: ceph-csi's
+    /// --clustername.
+    #[arg(
+        long,
+        env = "URING_CSI_CLUSTER_NAME",
+        requires = "set_metadata",
+        value_name = "NAME"
+    )]
+    cluster_name: Option<String>,
     /// Fence a node that still has a single-writer Ceph volume this many seconds after the
     /// volume was unpublished from it (reports PUBLISH_UNPUBLISH_VOLUME); the Ceph user
     /// needs permission to edit the blocklist.
@@ -140,6 +153,10 @@ impl CephStoreOptions {
             config,
             mapping: &self.files.cluster_mapping,
             kms: super::kms_config(&self.files),
+            names_of_objects: ObjectNames {
+                are_set: self.set_metadata,
+                cluster: self.cluster_name,
+            },
             instance: &self.instance_id,
             operators: Operators::new(self.ceph_secret),
             fence_after: self.fence_after.map(Duration::from_secs),

@@ -75,6 +75,7 @@ mod volumes;
 
 pub use error::RbdError;
 pub use flatten::FlattenLimits;
+pub use metadata::ObjectNames;
 pub use operators::{Operators, SecretDir};
 
 use fencing::Fencer;
@@ -91,6 +92,8 @@ pub struct Settings<'a> {
     pub mapping: &'a Path,
     /// The key management systems of encrypted volumes.
     pub kms: KmsConfig,
+    /// The names of Kubernetes that new images have.
+    pub names_of_objects: ObjectNames,
     /// The journal's instance: ceph-csi's `--instanceid`.
     pub instance: &'a str,
     /// The users for calls without secrets.
@@ -120,6 +123,7 @@ pub struct RbdStore {
     volumes: Journal,
     snapshots: Journal,
     kms: KmsConfig,
+    names_of_objects: ObjectNames,
     purger: TrashPurger,
     flattener: Flattener,
     fencing: Fencer,
@@ -141,6 +145,7 @@ impl RbdStore {
             volumes: Journal::new(JournalKind::Volume, settings.instance),
             snapshots: Journal::new(JournalKind::Snapshot, settings.instance),
             kms: settings.kms,
+            names_of_objects: settings.names_of_objects,
             purger: TrashPurger::new(lanes.clone(), settings.purge),
             flattener: Flattener::new(lanes.clone(), FlattenLimits::default()),
             fencing: Fencer::new(settings.fence_after),

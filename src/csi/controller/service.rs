@@ -228,12 +228,10 @@ impl controller_server::Controller for Controller {
             required("name", &request.name)?;
             validate::secrets(&request.secrets)?;
             validate::map("parameters", &request.parameters)?;
-            let mut parameters = request.parameters;
-            parameters.retain(|name, _| !name.starts_with("csi.storage.k8s.io/"));
             let new = NewSnapshot {
                 name: request.name,
                 volume: source.clone(),
-                parameters,
+                parameters: request.parameters,
                 secrets: request.secrets.into(),
             };
             let taken = self.stores.create_snapshot(new).await?;

@@ -1,5 +1,7 @@
 //! Snapshots: images of their own, cloned from a volume.
 
+use std::collections::BTreeMap;
+
 use uuid::Uuid;
 
 use super::{
@@ -11,6 +13,7 @@ use super::{
     encryption::Encryption,
     error::RbdError,
     found::{FoundImage, Recorded, handle_of},
+    metadata::{foreign, set_metadata},
     volumes::{Removal, forget, leave, refuse_if_used, removal},
 };
 use crate::{
@@ -159,6 +162,7 @@ impl RbdStore {
         let handle = handle_of(&volume.link, pool, attempt.reserved.uuid);
         if !entry.is_complete() {
             copies::snapshot_of(pool, &volume.image, &entry.image)?;
+            self.name_objects(new, volume, entry)?;
             if let Some(encryption) = Encryption::of_journal(entry)? {
                 let source = volume.open(OpenMode::ReadOnly)?;
                 let image = Image::open(pool, &entry.image, OpenMode::ReadWrite)?;
@@ -178,6 +182,23 @@ impl RbdStore {
             local: false,
             group: None,
         })
+    }
+
+    /// Gives the snapshot's image the names of its own objects in Kubernetes.
+    fn name_objects(
+        &self,
+        new: &NewSnapshot,
+        volume: &FoundImage,
+        entry: &JournalEntry,
+    ) -> Result<(), RbdError> {
+        let names = self.names_of_objects.of(&new.parameters);
+        if names.is_empty() {
+            return Ok(());
+        }
+        let image = Image::open(&volume.pool, &entry.image, OpenMode::ReadWrite)?;
+        let mut metadata: BTreeMap<_, _> = foreign(&image.metadata_list()?).into_iter().collect();
+        metadata.extend(names);
+        Ok(set_metadata(&image, metadata)?)
     }
 
     pub(super) fn delete_snapshot(
@@ -266,7 +287,8 @@ fn source_of(found: &FoundImage, entry: &JournalEntry) -> String {
 /// The parameters of a snapshot class, as ceph-csi has them.
 fn name_prefix(new: &NewSnapshot) -> Result<Option<&str>, ProvisionError> {
     const KNOWN: [&str; 3] = ["clusterID", "pool", "snapshotNamePrefix"];
-    for (name, value) in &new.parameters {
+    let own = |name: &String| !name.starts_with("csi.storage.k8s.io/");
+    for (name, value) in new.parameters.iter().filter(|(name, _)| own(name)) {
         match KNOWN.into_iter().find(|known| known == name) {
             Some(known) if value.is_empty() => {
                 return Err(bad(known, value, "it must not be empty"));

@@ -8,6 +8,8 @@ mod encrypted;
 mod fencing;
 mod limits;
 mod mapping;
+
+mod names;
 mod orphans;
 mod pools;
 mod replication;
@@ -62,6 +64,7 @@ fn store_over(dir: &Path, fence_after: Option<Duration>, purge: PurgeTimes) -> R
             secrets: dir.join("kms-secrets"),
             token: dir.join("kms-token"),
         },
+        names_of_objects: ObjectNames::default(),
         instance: "default",
         operators: Operators::new(vec![own]),
         fence_after,

@@ -154,9 +154,11 @@ impl Creation<'_> {
         origin: Option<&CopySource>,
         bytes: u64,
     ) -> Result<(), RbdError> {
+        let names = self.store.names_of_objects.of(&self.new.parameters);
         let plain = origin.is_none_or(|origin| origin.bytes == bytes && origin.foreign.is_empty())
             && self.class.encryption.is_none()
             && self.class.limits.is_empty()
+            && names.is_empty()
             && self.changeable.is_empty();
         if plain {
             return Ok(());
@@ -170,6 +172,7 @@ impl Creation<'_> {
         let mut metadata: BTreeMap<_, _> = foreign.iter().cloned().collect();
         let limits = self.class.limits.metadata(bytes).into_iter();
         metadata.extend(limits.map(|(key, value)| (key, Some(value))));
+        metadata.extend(names);
         metadata.extend(self.changeable.iter().cloned());
         set_metadata(&image, metadata)?;
         let Some(encryption) = &self.class.encryption else {
