@@ -169,6 +169,27 @@ impl RbdStore {
         failed.map_or(Ok(None), Err)
     }
 
+    /// A volume's entry in a cluster that replaces its own, if its image is missing there, as
+    /// while a mirror copies it anew.
+    pub(super) fn replacement_without_image(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<Option<FoundImage>, RbdError> {
+        let Ok(CephVolumeHandle::Journaled(handle)) = handle.parse() else {
+            return Ok(None);
+        };
+        for (cluster_id, pool_id) in self.mappings.of(handle.cluster_id(), handle.pool_id())? {
+            if let Some(there) = Handle::new(&cluster_id, pool_id, handle.uuid())
+                && let Ok(Some(found)) = self.at(&self.volumes, &there, secrets)
+                && !found.has_image()?
+            {
+                return Ok(Some(found));
+            }
+        }
+        Ok(None)
+    }
+
     /// The image in the cluster and pool that a handle names.
     fn at(
         &self,

@@ -48,7 +48,13 @@ impl RbdStore {
         change: &ReplicationChange,
         secrets: &Secrets,
     ) -> Result<Replicated, ProvisionError> {
-        let found = self.volume(handle, secrets)?;
+        let found = match self.volume(handle, secrets) {
+            Err(error) if matches!(change, ReplicationChange::Resync { .. }) => {
+                let missing = self.replacement_without_image(handle, secrets)?;
+                return Err(missing.map_or(error, |found| syncing(&found, COPIED_ANEW).into()));
+            }
+            found => found?,
+        };
         match change {
             ReplicationChange::Enable(parameters) => self.enable(&found, parameters)?,
             ReplicationChange::Disable { force } => disable(&found, *force)?,
@@ -63,7 +69,11 @@ impl RbdStore {
 
     fn enable(&self, found: &FoundImage, wanted: &ReplicationParameters) -> Result<(), RbdError> {
         let image = found.open(OpenMode::ReadOnly)?;
-        if image.mirroring()? == Mirroring::None {
+        let role = image.mirroring()?;
+        if role == Mirroring::Ending {
+            return Err(syncing(found, ENDS));
+        }
+        if role == Mirroring::None {
             if !is_mirroring_on(&found.pool)? {
                 let why = format!(
                     "images of pool {pool} are not mirrored; enable that on both clusters (rbd mirror pool enable {pool} image)",
@@ -115,10 +125,16 @@ impl RbdStore {
 
     fn resync(&self, found: &FoundImage, force: bool) -> Result<Replicated, RbdError> {
         let image = match found.open(OpenMode::ReadOnly) {
-            // Deleted, and to be copied anew.
-            Err(RbdError::Lost { .. }) => return Err(syncing(found, "it is being copied anew")),
+            Err(RbdError::Lost { .. }) => return Err(syncing(found, COPIED_ANEW)),
             image => image?,
         };
+        let entered = found
+            .recorded
+            .as_ref()
+            .map(|recorded| &recorded.entry.image_id);
+        if image.mirroring()? == Mirroring::None && entered != Some(&image.id()?) {
+            return Err(syncing(found, COPIED_ANEW));
+        }
         expect(
             found,
             &image,
@@ -188,6 +204,7 @@ fn disable(found: &FoundImage, force: bool) -> Result<(), RbdError> {
     let image = found.open(OpenMode::ReadOnly)?;
     match image.mirroring()? {
         Mirroring::None => return Ok(()),
+        Mirroring::Ending => return Err(syncing(found, ENDS)),
         // It goes when the mirroring of its primary ends.
         Mirroring::Secondary if image.mirror_sites()?.own.is_replaying() => return Ok(()),
         Mirroring::Secondary if !force => {
@@ -201,7 +218,7 @@ fn disable(found: &FoundImage, force: bool) -> Result<(), RbdError> {
     found.open(OpenMode::ReadWrite)?.mirror_disable(force)?;
     match found.open(OpenMode::ReadOnly)?.mirroring()? {
         Mirroring::None => Ok(()),
-        _ => Err(syncing(found, "its mirroring ends")),
+        _ => Err(syncing(found, ENDS)),
     }
 }
 
@@ -213,6 +230,7 @@ fn promote(
     let image = found.open(OpenMode::ReadWrite)?;
     match image.mirroring()? {
         Mirroring::None => return Err(refused(found, NOT_MIRRORED.to_owned())),
+        Mirroring::Ending => return Err(syncing(found, ENDS)),
         Mirroring::Primary => {}
         Mirroring::Secondary => match image.mirror_promote(force) {
             Err(error) if error.is_busy() && !force => {
@@ -229,6 +247,7 @@ fn demote(found: &FoundImage) -> Result<(), RbdError> {
     let image = found.open(OpenMode::ReadWrite)?;
     match image.mirroring()? {
         Mirroring::None => return Err(refused(found, NOT_MIRRORED.to_owned())),
+        Mirroring::Ending => return Err(syncing(found, ENDS)),
         Mirroring::Secondary => return Ok(()),
         Mirroring::Primary => {}
     }
@@ -242,6 +261,8 @@ fn demote(found: &FoundImage) -> Result<(), RbdError> {
 }
 
 const NOT_MIRRORED: &str = "it is not mirrored";
+const ENDS: &str = "its mirroring ends";
+const COPIED_ANEW: &str = "it is deleted, and being copied anew";
 
 fn expect(found: &FoundImage, image: &Image, role: Mirroring, why: &str) -> Result<(), RbdError> {
     let now = image.mirroring()?;
@@ -252,6 +273,7 @@ fn expect(found: &FoundImage, image: &Image, role: Mirroring, why: &str) -> Resu
         Mirroring::None => NOT_MIRRORED,
         Mirroring::Primary => "it is primary",
         Mirroring::Secondary => "it is secondary",
+        Mirroring::Ending => return Err(syncing(found, ENDS)),
     };
     Err(refused(found, format!("{is}: {why}")))
 }

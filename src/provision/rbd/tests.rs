@@ -8,7 +8,7 @@ mod encrypted;
 mod fencing;
 mod limits;
 mod mapping;
-
+mod mirrored;
 mod names;
 mod orphans;
 mod pools;

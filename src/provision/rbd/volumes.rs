@@ -268,9 +268,9 @@ pub fn removal(of: &Journal, found: &FoundImage, image: &Image) -> Result<Remova
             Removal::Entry
         }
         Mirroring::Primary => Removal::All,
-        Mirroring::None if !found.stands_in => Removal::All,
+        Mirroring::None | Mirroring::Ending if !found.stands_in => Removal::All,
         // The journal's directory and its entry agree.
-        Mirroring::None => {
+        Mirroring::None | Mirroring::Ending => {
             let Recorded {
                 journal,
                 reserved,

@@ -26,6 +26,7 @@ mod faults;
 mod isolation;
 mod leaks;
 mod lifecycle;
+mod mirror;
 mod nbd;
 mod node;
 mod program_stubs;
@@ -59,6 +60,7 @@ pub use lifecycle::{
     GrowSource, crash_at_each_step, crash_lifecycle_at_each_step, grow_published, kill_during,
     kill_during_each_call, kill_within,
 };
+pub use mirror::{MirrorDaemon, mirror_pool};
 pub use nbd::{NbdServer, kernel_has_nbd, nbds_over};
 pub use node::{Node, NodeSetup};
 pub use program_stubs::{InterruptedProgram, LUKS_FORMAT, MKFS, ProgramStub};

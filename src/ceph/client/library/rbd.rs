@@ -110,6 +110,8 @@ pub struct GroupInfo {
     pub pool: i64,
 }
 
+/// `RBD_MIRROR_IMAGE_DISABLING`.
+pub const MIRRORING_ENDS: c_int = 0;
 /// `RBD_MIRROR_IMAGE_ENABLED`.
 pub const MIRRORED: c_int = 1;
 /// `RBD_MIRROR_MODE_DISABLED`, of a pool.

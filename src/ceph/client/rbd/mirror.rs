@@ -17,6 +17,8 @@ pub enum Mirroring {
     Primary,
     /// It follows the primary image: it accepts no changes, and is removed with that image.
     Secondary,
+    /// Its mirroring ends, as before a daemon removes it.
+    Ending,
 }
 
 /// How the mirrors follow a primary image.
@@ -123,6 +125,7 @@ impl Image {
         Ok(match (info.state, info.primary) {
             (abi::MIRRORED, true) => Mirroring::Primary,
             (abi::MIRRORED, false) => Mirroring::Secondary,
+            (abi::MIRRORING_ENDS, _) => Mirroring::Ending,
             _ => Mirroring::None,
         })
     }

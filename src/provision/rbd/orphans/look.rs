@@ -405,6 +405,7 @@ fn keep_image(
              primary image; else end the mirroring (rbd mirror image disable --force) first"
                 .to_owned()
         }
+        Mirroring::Ending => "its mirroring ends".to_owned(),
         Mirroring::Primary => "it is mirrored, and may be a volume that failed over and has \
                                no entry yet: end the mirroring (rbd mirror image disable) \
                                first"
