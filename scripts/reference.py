@@ -101,18 +101,16 @@ def uringctl():
 
 
 def metrics():
-    text = source("observe/metrics.rs")
-    names = dict(re.findall(r'const (\w+): &str = "(uring_csi_\w+)";', text))
+    text = source("observe/metrics.rs") + source("observe/metrics/calls.rs")
+    recorded = r"\b(?:histogram|gauge|counter)!\(\s*name::(\w+)([^)]*)\)"
     labels = {
         constant: re.findall(r'"(\w+)" =>', arguments)
-        for constant, arguments in re.findall(r"\b(?:histogram|gauge|counter)!\(\s*(\w+)([^)]*)\)", text)
+        for constant, arguments in re.findall(recorded, text)
     }
-    described = re.findall(rf"describe_(\w+)!\(\s*(\w+),\s*Unit::(\w+),\s*{STRING}", text)
-    for name in names.keys() - {constant for _, constant, *_ in described}:
-        problem("src/observe/metrics.rs", f"{name} has no description")
+    described = rf'^    describe_(\w+) (\w+) "(uring_csi_\w+)" \w+\s+{STRING}'
     rows = [
-        [f"`{names[constant]}`", kind, ", ".join(f"`{label}`" for label in labels[constant]), what]
-        for kind, constant, _, what in described
+        [f"`{name}`", kind, ", ".join(f"`{label}`" for label in labels[constant]), what]
+        for kind, constant, name, what in re.findall(described, source("observe/metrics/names.rs"), re.M)
     ]
     return table(["metric", "type", "labels", "meaning"], rows)
 
@@ -245,7 +243,7 @@ def check_conditions():
     """The table of health conditions has each, and no others."""
     made = set()
     for path in SRC.rglob("*.rs"):
-        made |= set(re.findall(r'Severity::\w+,\s*"(\w+)"|reason: "(\w+)"', path.read_text()))
+        made |= set(re.findall(r'Severity::\w+,\s*ConditionReason::(\w+)|reason: "(\w+)"', path.read_text()))
     text = (REFERENCE / "errors.md").read_text()
     section = text[text.index("## Health conditions") : text.index("## All messages")]
     listed = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))

@@ -20,3 +20,15 @@ fn kms_config(options: &crate::config::CephOptions) -> crate::ceph::kms::KmsConf
         token: options.kms_token.clone(),
     }
 }
+
+/// Updates the metrics of threads.
+#[cfg(any(feature = "node", feature = "controller"))]
+fn report_threads(lanes: &crate::lane::Lanes) {
+    /// A thread in one step for longer than this counts as stuck.
+    const STUCK_AFTER: std::time::Duration = std::time::Duration::from_secs(30);
+    let busy = lanes.busy();
+    let stuck = busy
+        .iter()
+        .filter(|busy| busy.since.elapsed() > STUCK_AFTER);
+    crate::observe::metrics::blocking_threads(lanes.threads(), stuck.count());
+}

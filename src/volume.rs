@@ -34,6 +34,7 @@ use crate::{
 
 mod attach;
 mod claims;
+mod conditions;
 mod context;
 mod error;
 mod expand;
@@ -65,7 +66,7 @@ mod unstage;
 mod watch;
 
 pub use error::{Cause, VolumeError};
-pub use health::Severity;
+pub use health::{ConditionReason, Severity};
 pub use heartbeat::Heartbeat;
 pub use held::{Answer, Listed, Outcome};
 pub use stats::{Space, Usage};

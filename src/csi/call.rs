@@ -1,7 +1,7 @@
-//! The frame of every call: a span with a request id, a line in the log, a sample in
-//! the histogram, and a deadline.
+//! The frame of every call: a span with a request id, a line in the log, its metrics, and a
+//! deadline.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tonic::{Code, Response, Status, metadata::MetadataMap};
 use tracing::Instrument as _;
@@ -24,12 +24,11 @@ pub async fn observed<T>(
     volume_id: &str,
     work: impl Future<Output = Result<T, Status>>,
 ) -> Result<Response<T>, Status> {
-    let begun = Instant::now();
+    let timer = metrics::call(method);
     async {
         let answer = work.await;
-        let took = begun.elapsed();
         let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
-        metrics::call(method, code_name(code), took);
+        let took = timer.answered(code_name(code));
         match &answer {
             Ok(_) => tracing::debug!(micros = took.as_micros(), "answered"),
             Err(status) => tracing::warn!(

@@ -36,7 +36,7 @@ mod service;
 pub use copies::CopyService;
 pub use node::WhichNode;
 pub use orphans::OrphanService;
-pub use service::{answered, taken};
+pub use service::{METHODS, answered, taken};
 
 /// Serves the calls of external-provisioner, -attacher, -resizer and -snapshotter.
 #[derive(Debug)]

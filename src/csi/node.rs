@@ -27,6 +27,8 @@ use crate::{
 
 mod inline;
 mod service;
+
+pub use service::METHODS;
 #[cfg(test)]
 mod tests;
 
@@ -258,7 +260,7 @@ impl NodeService {
                             Severity::DataLoss => VolumeHealthErrorType::DataLoss,
                         }
                         .into(),
-                        reason: condition.reason.to_owned(),
+                        reason: condition.reason.as_str().to_owned(),
                         message: condition.message,
                     })
                     .collect(),

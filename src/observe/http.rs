@@ -40,6 +40,8 @@ use super::{
 ///
 /// Must run within a tokio runtime (of one thread, too).
 pub async fn serve(addr: SocketAddr, readiness: Readiness, metrics: Metrics) {
+    let of_agent = readiness.clone();
+    metrics.before_scrape(move || metrics::ready(of_agent.reason().is_none()));
     let app = Router::new()
         .route("/metrics", get(scrape).with_state(metrics.clone()))
         .route("/healthz", get(async || "ok\n"))
@@ -214,6 +216,10 @@ mod tests {
             assert!(fetch(addr, "/healthz").await.starts_with("HTTP/1.1 200"));
             let metrics = fetch(addr, "/metrics").await;
             assert!(metrics.contains("uring_csi_build_info{"), "{metrics}");
+            assert!(metrics.contains("uring_csi_ready 0\n"), "{metrics}");
+            readiness.set(None);
+            let metrics = fetch(addr, "/metrics").await;
+            assert!(metrics.contains("uring_csi_ready 1\n"), "{metrics}");
             server.abort();
         });
     }

@@ -17,6 +17,8 @@ use super::{Pool, PoolError};
 /// The room of a pool, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
+    /// Bytes of the file system.
+    pub size: u64,
     /// Free bytes of the file system.
     pub free: u64,
     /// Bytes of images that are not written yet.
@@ -53,6 +55,7 @@ impl Pool {
         // first, it would count as free as well, and be given away.
         let fs = self.statvfs()?;
         Ok(Room {
+            size: fs.f_blocks.saturating_mul(fs.f_frsize),
             free: fs.f_bavail.saturating_mul(fs.f_frsize),
             promised,
         })

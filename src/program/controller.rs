@@ -4,7 +4,9 @@
 
 use std::{
     error::Error,
+    pin::pin,
     process::ExitCode,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -17,7 +19,7 @@ use crate::{
             controller::AddonsController,
             identity::{AddonsIdentity, Operation},
         },
-        controller::{Controller, CopyService, OrphanService, WhichNode},
+        controller::{Controller, CopyService, METHODS, OrphanService, WhichNode},
         identity::Identity,
         validate,
     },
@@ -25,9 +27,12 @@ use crate::{
     error_chain,
     kernel::boot_id,
     lane::Lanes,
-    observe::{Readiness, http, logs, metrics},
-    pool::{Pool, PoolSpec, Pools, Scope},
-    program::sockets::Sockets,
+    observe::{
+        Readiness, http, logs,
+        metrics::{self, Metrics, PoolSpace},
+    },
+    pool::{Pool, PoolSpec, Pools, Room, Scope},
+    program::{report_threads, sockets::Sockets},
     proto::{
         addons::{
             fence::fence_controller_server::FenceControllerServer,
@@ -213,7 +218,7 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     }
     let pools = pools(options.pool, node_id)?;
     let sockets = Sockets::new(options.endpoint.clone(), options.plugin.csi_addons_endpoint)?;
-    let metrics = metrics::install()?;
+    let metrics = metrics::install(&METHODS)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
@@ -222,14 +227,25 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     crate::kernel::descriptors::raise()?;
     let lanes = Lanes::new(IDLE_THREADS);
     let counted = lanes.clone();
-    metrics.before_scrape(move || metrics::lane_threads(counted.threads()));
+    metrics.before_scrape(move || report_threads(&counted));
     let copies = Copies::new(options.max_copies, pools.iter().count());
     let counted = copies.clone();
     metrics.before_scrape(move || report_copies(&counted));
-    let has_pools = pools.iter().next().is_some();
+    let pool_names: Vec<_> = pools.iter().map(|pool| pool.name.clone()).collect();
     let images = ImageStore::new(pools, options.node_id.clone(), boot_id()?, copies.clone());
-    let images = has_pools.then_some(images.into());
-    let rbd = options.clusters.backend(&lanes)?.map(Into::into);
+    let images = (!pool_names.is_empty()).then(|| Arc::new(images));
+    if let Some(images) = &images
+        && options.plugin.metrics_listen.is_some()
+    {
+        for pool in pool_names {
+            let (images, lanes) = (images.clone(), lanes.clone());
+            runtime.spawn(report_pool(pool, images, lanes, metrics.clone()));
+        }
+    }
+    let rbd = options.clusters.backend(&lanes)?.map(Arc::new);
+    if let Some(rbd) = rbd.clone() {
+        metrics.before_scrape(move || report_clusters(&rbd));
+    }
     let stores = Stores::new(images, rbd, &lanes);
     let readiness = Readiness::default();
     // CSI's Probe: a missing pool may be mounted later, and needs no restart.
@@ -296,6 +312,44 @@ fn report_copies(copies: &Copies) {
     metrics::copies(copies.copied(), left.sum());
 }
 
+/// Updates the metrics of Ceph clusters.
+fn report_clusters(store: &RbdStore) {
+    let activity = store.activity();
+    metrics::ceph_work(activity.to_remove, activity.to_flatten, activity.fences);
+    for (cluster_id, is_reachable) in activity.reachable {
+        metrics::ceph_cluster(&cluster_id, is_reachable);
+    }
+}
+
+/// Updates the metrics of a pool while they are read, on a lane: a pool that hangs delays
+/// no other, and no scrape.
+async fn report_pool(pool: String, images: Arc<ImageStore>, lanes: Lanes, metrics: Metrics) {
+    loop {
+        let (store, name) = (images.clone(), pool.clone());
+        let key = format!("space of pool {pool}");
+        let mut count = pin!(lanes.run(&key, "capacity", move || store.room(&name)));
+        let in_time = tokio::time::timeout(CHECK_TIMEOUT, &mut count).await;
+        let room = if let Ok(room) = in_time {
+            room
+        } else {
+            metrics::pool(&pool, None);
+            count.await
+        };
+        let space = |Room {
+                         size,
+                         free,
+                         promised,
+                     }| PoolSpace {
+            size,
+            free,
+            promised,
+        };
+        metrics::pool(&pool, room.ok().map(space));
+        tokio::time::sleep(REST).await;
+        metrics.next_scrape().await;
+    }
+}
+
 /// Lets the next copies run where earlier ones make no progress.
 async fn expire(copies: Copies) {
     loop {
@@ -358,6 +412,8 @@ const IDLE_THREADS: usize = 8;
 const GRACE: Duration = Duration::from_secs(20);
 /// Between two checks of the pools.
 const CHECK_EVERY: Duration = Duration::from_secs(15);
+/// Between two counts of a pool's space, however often it is read.
+const REST: Duration = Duration::from_secs(5);
 /// Between two checks of the progress of copies.
 const EXPIRE_EVERY: Duration = Duration::from_secs(1);
 /// Between two purges of Ceph's trash.

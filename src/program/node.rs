@@ -24,7 +24,7 @@ use crate::{
         },
         admin::AdminService,
         identity::{Identity, Segment, once_each},
-        node::NodeService,
+        node::{METHODS, NodeService},
         run_dir::RunDir,
         validate,
     },
@@ -40,10 +40,13 @@ use crate::{
     observe::{
         Readiness, http,
         logs::{self, Logs},
-        metrics,
+        metrics::{self, Metrics},
     },
     pool::{PoolSpec, Pools, Scope},
-    program::sockets::{Listeners, Sockets},
+    program::{
+        report_threads,
+        sockets::{Listeners, Sockets},
+    },
     proto::{
         addons::{
             encryptionkeyrotation::encryption_key_rotation_controller_server::EncryptionKeyRotationControllerServer,
@@ -57,7 +60,7 @@ use crate::{
     ring,
     size::Size,
     supervisor::{Watch, client::Client},
-    volume::{Config, Heartbeat, Node, NodeHandle, record::Records},
+    volume::{ConditionReason, Config, Heartbeat, Node, NodeHandle, record::Records},
 };
 use clap::Parser;
 use tonic::service::Routes;
@@ -66,10 +69,10 @@ use tonic::service::Routes;
 const GRACE: Duration = Duration::from_secs(25);
 /// Idle lane threads that are kept.
 const IDLE_LANES: usize = 16;
-/// A lane thread in one step for longer than this counts as stuck.
-const STUCK_AFTER: Duration = Duration::from_secs(30);
 /// Between two checks of readiness.
 const CHECK_EVERY: Duration = Duration::from_secs(5);
+/// Between two looks at the volumes' conditions, however often the metrics are read.
+const REST: Duration = Duration::from_secs(5);
 /// Between two checks while not ready.
 const CHECK_UNREADY_EVERY: Duration = Duration::from_secs(1);
 
@@ -221,7 +224,7 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
     let lanes = Lanes::new(IDLE_LANES);
     let gates = gates(&options)?;
     let listen = options.plugin.metrics_listen;
-    serve_metrics(listen, lanes.clone(), gates.clone(), readiness.clone())?;
+    let metrics = serve_metrics(listen, lanes.clone(), gates.clone(), readiness.clone())?;
     let config = Config {
         node_id: options.node_id.clone(),
         driver_name: options.plugin.driver_name.clone(),
@@ -242,6 +245,8 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
     let pools = Pools::new(options.pool.into_iter().map(|pool| pool.or(Scope::Local)))?;
     let pool_names = pools.iter().map(|pool| pool.name.clone()).collect();
     let format_markers = NodeFormatMarkers::open(options.run_dir.join("mkfs"))?;
+    let connections = Connections::new(Timeouts::default())?;
+    let links = nbd::Links::new(&options.plugin.driver_name);
     let backends = Backends {
         images: ImageFiles {
             pending_releases: PendingReleases::of(&pools),
@@ -250,7 +255,7 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
             boot_id: boot_id()?,
         },
         exports: Exports {
-            links: nbd::Links::new(&options.plugin.driver_name),
+            links: links.clone(),
             format_markers: format_markers.clone(),
         },
         ceph: CephImages {
@@ -260,7 +265,7 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
                 .ceph
                 .ceph_config
                 .map(|path| Arc::new(Clusters::new(path))),
-            connections: Connections::new(Timeouts::default())?,
+            connections: connections.clone(),
             mapper: krbd::Mapper::open(options.run_dir.join("map"))?,
             supervisor: options
                 .holder
@@ -282,6 +287,10 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
         lanes,
         heartbeat,
     )?;
+    if let Some(metrics) = metrics {
+        metrics.before_scrape(move || report_servers(&connections, &links));
+        ring::spawn(report_conditions(node.clone(), metrics));
+    }
     // CSI's Probe: permanent conditions, for which Kubernetes restarts the agent.
     let able = Readiness::default();
     able.set(why_not_ready(&options.kubelet_dir)?);
@@ -355,21 +364,33 @@ fn serve_metrics(
     lanes: Lanes,
     gates: Gates,
     readiness: Readiness,
-) -> Result<(), Failure> {
-    let Some(addr) = addr else { return Ok(()) };
-    let metrics = metrics::install()?;
+) -> Result<Option<Metrics>, Failure> {
+    let Some(addr) = addr else { return Ok(None) };
+    let metrics = metrics::install(&METHODS)?;
+    metrics::announce_node(ConditionReason::ALL.map(ConditionReason::as_str));
     metrics.before_scrape(move || {
-        let stuck = lanes
-            .busy()
-            .iter()
-            .filter(|busy| busy.since.elapsed() > STUCK_AFTER)
-            .count();
-        metrics::lane_stuck(stuck);
-        metrics::lane_threads(lanes.threads());
+        report_threads(&lanes);
         gates.report();
     });
-    ring::spawn(http::serve(addr, readiness, metrics));
-    Ok(())
+    ring::spawn(http::serve(addr, readiness, metrics.clone()));
+    Ok(Some(metrics))
+}
+
+/// Updates the metrics of Ceph clusters and NBD servers.
+fn report_servers(connections: &Connections, links: &nbd::Links) {
+    metrics::nbd_connections_lost(links.lost());
+    for (cluster_id, is_reachable) in connections.reachable() {
+        metrics::ceph_cluster(&cluster_id, is_reachable);
+    }
+}
+
+/// Updates the metrics of the volumes' conditions while they are read.
+async fn report_conditions(node: Arc<Node>, metrics: Metrics) {
+    loop {
+        node.clone().report_conditions().await;
+        tokio::time::sleep(REST).await;
+        metrics.next_scrape().await;
+    }
 }
 
 /// Serves until SIGTERM. Calls on volumes wait until the node has restored its volumes.

@@ -23,7 +23,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     io,
     path::Path,
-    sync::Mutex,
+    sync::{Mutex, atomic::Ordering::Relaxed},
     time::Duration,
 };
 
@@ -154,6 +154,29 @@ impl RbdStore {
             used: Mutex::default(),
         })
     }
+
+    /// What it does in the background, and whether its clusters answer.
+    pub fn activity(&self) -> RbdActivity {
+        RbdActivity {
+            to_remove: self.purger.pending(),
+            to_flatten: self.flattener.pending(),
+            fences: self.fencing.raised.load(Relaxed),
+            reachable: self.connections.reachable(),
+        }
+    }
+}
+
+/// What the store does in the background, for the metrics.
+#[derive(Debug)]
+pub struct RbdActivity {
+    /// Deleted images that wait or are being removed.
+    pub to_remove: usize,
+    /// Images that wait or are being flattened.
+    pub to_flatten: usize,
+    /// Clients of nodes that were fenced.
+    pub fences: u64,
+    /// [`Connections::reachable`].
+    pub reachable: Vec<(String, Option<bool>)>,
 }
 
 /// What each call does is in the inherent method of its name.

@@ -16,7 +16,13 @@ use std::{
 use futures_util::future::BoxFuture;
 use tracing::Instrument as _;
 
-use super::{Node, error::Cause, held::Volume, progress::Progress, record::Record};
+use super::{
+    Node,
+    error::Cause,
+    held::Volume,
+    progress::{Progress, StepResult},
+    record::Record,
+};
 use crate::{
     admission::{Entry, Gate, Permit},
     device::Source,
@@ -88,7 +94,11 @@ impl Context<'_> {
     }
 
     /// Waits for `event` in a step of its own.
-    pub(super) async fn wait<T>(self, step: &'static str, event: impl Future<Output = T>) -> T {
+    pub(super) async fn wait<T: StepResult>(
+        self,
+        step: &'static str,
+        event: impl Future<Output = T>,
+    ) -> T {
         self.progress.wait(step, event).await
     }
 
@@ -118,7 +128,7 @@ impl<'a> Deref for OnLane<'a> {
 
 impl OnLane<'_> {
     /// Runs one step, which may block: it is named while it runs and counted when it ends.
-    pub(super) fn step<T>(self, name: &'static str, work: impl FnOnce() -> T) -> T {
+    pub(super) fn step<T: StepResult>(self, name: &'static str, work: impl FnOnce() -> T) -> T {
         self.node.heartbeat.wait();
         self.progress.step(name, work)
     }

@@ -35,18 +35,75 @@ pub enum Severity {
     DataLoss,
 }
 
+/// What is wrong with a volume, in one word for programs and metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ConditionReason {
+    /// A call is in one step for long.
+    StepStuck,
+    /// The file system does not answer.
+    FileSystemStuck,
+    /// The device is detached.
+    DeviceGone,
+    /// The image behind the device was deleted.
+    ImageDeleted,
+    /// The server of the device would not be restarted.
+    ServerUnkept,
+    /// The server of the device does not answer.
+    ServerAway,
+    /// The file system has shut down.
+    FileSystemShutDown,
+    /// The file system became read-only.
+    ReadOnly,
+    /// The file system is not mounted any more.
+    NotMounted,
+    /// The file system counted errors.
+    FileSystemErrors,
+}
+
+impl ConditionReason {
+    /// All.
+    pub const ALL: [Self; 10] = [
+        Self::StepStuck,
+        Self::FileSystemStuck,
+        Self::DeviceGone,
+        Self::ImageDeleted,
+        Self::ServerUnkept,
+        Self::ServerAway,
+        Self::FileSystemShutDown,
+        Self::ReadOnly,
+        Self::NotMounted,
+        Self::FileSystemErrors,
+    ];
+
+    /// The word.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::StepStuck => "StepStuck",
+            Self::FileSystemStuck => "FileSystemStuck",
+            Self::DeviceGone => "DeviceGone",
+            Self::ImageDeleted => "ImageDeleted",
+            Self::ServerUnkept => "ServerUnkept",
+            Self::ServerAway => "ServerAway",
+            Self::FileSystemShutDown => "FileSystemShutDown",
+            Self::ReadOnly => "ReadOnly",
+            Self::NotMounted => "NotMounted",
+            Self::FileSystemErrors => "FileSystemErrors",
+        }
+    }
+}
+
 /// What is wrong with a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HealthCondition {
     /// How bad it is.
     pub severity: Severity,
-    /// One of a few fixed words, for programs.
-    pub reason: &'static str,
+    /// One of a few, for programs.
+    pub reason: ConditionReason,
     /// A sentence for the operator.
     pub message: String,
 }
 
-fn condition(severity: Severity, reason: &'static str, message: String) -> HealthCondition {
+fn condition(severity: Severity, reason: ConditionReason, message: String) -> HealthCondition {
     HealthCondition {
         severity,
         reason,
@@ -71,7 +128,7 @@ impl Node {
         {
             found.push(condition(
                 Severity::Degraded,
-                "StepStuck",
+                ConditionReason::StepStuck,
                 format!(
                     "{} has been in step {} for {} s",
                     under_way.call,
@@ -93,7 +150,7 @@ impl Node {
                 found.extend(health.unwrap_or_else(|| {
                     vec![condition(
                         Severity::Inaccessible,
-                        "FileSystemStuck",
+                        ConditionReason::FileSystemStuck,
                         format!(
                             "the file system at {} waits for its device",
                             record.mount_point().display()
@@ -116,19 +173,19 @@ impl Node {
         found.extend(self.backends.condition(&record.source, device).map(|found| match found {
             device::Condition::Detached => condition(
                 Severity::Inaccessible,
-                "DeviceGone",
+                ConditionReason::DeviceGone,
                 format!("{node} is detached"),
             ),
             device::Condition::Deleted => condition(
                 Severity::DataLoss,
-                "ImageDeleted",
+                ConditionReason::ImageDeleted,
                 format!(
                     "the image behind {node} was deleted; its data is lost when the volume is unstaged"
                 ),
             ),
             device::Condition::Unsupervised(why) => condition(
                 Severity::Degraded,
-                "ServerUnkept",
+                ConditionReason::ServerUnkept,
                 format!("if the server of {node} ends, nothing restarts it: {why}"),
             ),
             device::Condition::Unreachable {
@@ -136,12 +193,12 @@ impl Node {
                 why,
             } => condition(
                 Severity::Degraded,
-                "ServerAway",
+                ConditionReason::ServerAway,
                 format!("requests to {node} wait for its server, which is away {why}"),
             ),
             device::Condition::Unreachable { failing: true, why } => condition(
                 Severity::Inaccessible,
-                "ServerAway",
+                ConditionReason::ServerAway,
                 format!("requests to {node} fail, since its server is away {why}"),
             ),
         }));
@@ -165,7 +222,7 @@ pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<HealthCond
             if mounted.shut_down {
                 found.push(condition(
                     Severity::Inaccessible,
-                    "FileSystemShutDown",
+                    ConditionReason::FileSystemShutDown,
                     format!("the file system at {path} has shut down: {RESTAGE}"),
                 ));
             } else if !record.read_only
@@ -174,14 +231,14 @@ pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<HealthCond
             {
                 found.push(condition(
                     Severity::Degraded,
-                    "ReadOnly",
+                    ConditionReason::ReadOnly,
                     format!("the file system at {path} became read-only; the kernel log says why"),
                 ));
             }
         }
         _ => found.push(condition(
             Severity::Inaccessible,
-            "NotMounted",
+            ConditionReason::NotMounted,
             format!(
                 "volume {} is not mounted at {path} any more",
                 record.volume_id
@@ -194,7 +251,7 @@ pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<HealthCond
     {
         found.push(condition(
             Severity::Degraded,
-            "FileSystemErrors",
+            ConditionReason::FileSystemErrors,
             format!(
                 "ext4 on {} counted {errors} errors; check it while it is not mounted",
                 device.node.display()

@@ -14,7 +14,9 @@ use super::{context::OnLane, error::Cause, record::Record, spec::Use};
 use crate::{
     device::{Attachment, Device, DeviceError, FormatMarker, HeldOpen, Source, openers},
     fs::{
-        CommandLine, FsType, fsck, mkfs,
+        CommandLine, FsType,
+        fsck::{self, FsckError, FsckOutcome},
+        mkfs,
         probe::{self, Content, FsInfo},
         reports_busy,
     },
@@ -22,6 +24,7 @@ use crate::{
         block::{self, BlockDev},
         exec, sysfs,
     },
+    observe::metrics,
     ring::{
         child::{Child, Exit},
         probe::Prober,
@@ -193,6 +196,7 @@ impl Preparing<'_> {
                 let scrap = other.is_partial_format()
                     && self.marked(<dyn FormatMarker>::format_in_progress)?;
                 if !blank && !scrap {
+                    metrics::mkfs("refused");
                     return Err(Cause::Foreign {
                         device: device.node.clone(),
                         what: describe(&other),
@@ -243,17 +247,24 @@ impl Preparing<'_> {
         Ok(cx.step("note", work)?)
     }
 
-    /// Runs mkfs or fsck, which refuse a device that is in use before they write.
-    async fn run(self, command: &CommandLine, run: Run) -> Result<Exit, Cause> {
-        let source = &self.record.source;
-        let exit = run_child(self.cx, source, command, run).await?;
-        if !exit.success() && reports_busy(&exit.output) {
-            return Err(Cause::Busy {
-                device: self.attached.device.node.clone(),
-                openers: Vec::new(),
-            });
-        }
-        Ok(exit)
+    /// Runs mkfs or fsck, which refuse a device that is in use before they write. What the
+    /// exit means decides whether the step failed.
+    async fn run<T>(
+        self,
+        command: &CommandLine,
+        run: Run,
+        meaning: impl FnOnce(Exit) -> Result<T, Cause>,
+    ) -> Result<T, Cause> {
+        let meaning = |exit: Exit| {
+            if !exit.success() && reports_busy(&exit.output) {
+                return Err(Cause::Busy {
+                    device: self.attached.device.node.clone(),
+                    openers: Vec::new(),
+                });
+            }
+            meaning(exit)
+        };
+        run_child(self.cx, &self.record.source, command, run, meaning).await
     }
 
     /// Makes a file system, with a durable format marker around it.
@@ -271,8 +282,22 @@ impl Preparing<'_> {
         })?;
         let device = &self.attached.device;
         let command = mkfs::command(fs, &device.node, options, zeros);
-        let program = command.program;
-        let exit = self.run(&command, Run::Mkfs).await?;
+        let made = self.run(&command, Run::Mkfs, |exit| {
+            self.made(fs, command.program, &exit)
+        });
+        let made = made.await;
+        // After Busy all begins again.
+        if !matches!(made, Err(Cause::Busy { .. })) {
+            metrics::mkfs(if made.is_ok() { "formatted" } else { "failed" });
+        }
+        made?;
+        // From now on the source may hold data.
+        self.marked(|marker, _| marker.clear())
+    }
+
+    /// What the exit of mkfs means.
+    fn made(self, fs: FsType, program: &'static str, exit: &Exit) -> Result<(), Cause> {
+        let device = &self.attached.device;
         if !exit.success() {
             let has = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
             if has < fs.least_bytes() {
@@ -291,8 +316,7 @@ impl Preparing<'_> {
                 output: exit.output.trim().to_owned(),
             });
         }
-        // From now on the source may hold data.
-        self.marked(|marker, _| marker.clear())
+        Ok(())
     }
 
     async fn check(self, fs: FsType) -> Result<(), Cause> {
@@ -303,15 +327,27 @@ impl Preparing<'_> {
                 device.node.display()
             )));
         };
-        let exit = self.run(&command, Run::Fsck).await?;
-        fsck::interpret(fs, exit.code, &exit.output)
-            .map(|fixed| {
-                tracing::info!(volume_id = cx.volume.id, device = %device.node.display(), ?fixed, "checked a file system that was not unmounted cleanly");
-            })
-            .map_err(|source| Cause::Fsck {
+        let checked = self.run(&command, Run::Fsck, |exit| {
+            fsck::interpret(fs, exit.code, &exit.output).map_err(|source| Cause::Fsck {
                 device: device.node.clone(),
                 source,
             })
+        });
+        let checked = checked.await;
+        match &checked {
+            Ok(FsckOutcome::Clean) => metrics::fsck("clean"),
+            Ok(FsckOutcome::Repaired) => metrics::fsck("repaired"),
+            Err(Cause::Fsck {
+                source: FsckError::Uncorrected { .. },
+                ..
+            }) => metrics::fsck("uncorrected"),
+            // All begins again.
+            Err(Cause::Busy { .. }) => {}
+            Err(_) => metrics::fsck("failed"),
+        }
+        let fixed = checked?;
+        tracing::info!(volume_id = cx.volume.id, device = %device.node.display(), ?fixed, "checked a file system that was not unmounted cleanly");
+        Ok(())
     }
 }
 
@@ -349,12 +385,13 @@ enum Run {
     Fsck,
 }
 
-async fn run_child(
+async fn run_child<T>(
     cx: OnLane<'_>,
     source: &Source,
     command: &CommandLine,
     run: Run,
-) -> Result<Exit, Cause> {
+    meaning: impl FnOnce(Exit) -> Result<T, Cause>,
+) -> Result<T, Cause> {
     let gates = &cx.node.config.gates;
     let (step, gate) = match run {
         Run::Mkfs => ("mkfs", &gates.mkfs),
@@ -379,9 +416,9 @@ async fn run_child(
             }
         }
     };
-    let ran = cx.wait(step, cx.node.on_runtime(run)).await;
-    ran.map_err(Cause::io(format!(
-        "run {}",
-        Path::new(command.program).display()
-    )))
+    let failed = Cause::io(format!("run {}", Path::new(command.program).display()));
+    cx.wait(step, async {
+        meaning(cx.node.on_runtime(run).await.map_err(failed)?)
+    })
+    .await
 }

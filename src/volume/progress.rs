@@ -8,7 +8,9 @@ use std::{
 };
 
 use crate::{
-    crash_point, hold_point,
+    crash_point,
+    device::Source,
+    hold_point,
     lane::{self, Lanes},
     observe::metrics,
 };
@@ -28,6 +30,26 @@ struct Now {
     step: &'static str,
     since: Instant,
     waits_for: String,
+}
+
+/// What a step results in: by default no failure.
+pub trait StepResult {
+    /// Whether the step failed.
+    fn is_failure(&self) -> bool {
+        false
+    }
+}
+
+impl StepResult for () {}
+impl StepResult for bool {}
+impl StepResult for Source {}
+impl<T> StepResult for Option<T> {}
+impl<T> StepResult for Vec<T> {}
+
+impl<T, E> StepResult for Result<T, E> {
+    fn is_failure(&self) -> bool {
+        self.is_err()
+    }
 }
 
 /// A snapshot of [`Progress`], for errors and listings.
@@ -90,21 +112,25 @@ impl Progress {
     }
 
     /// Waits in a step of its own: it is named meanwhile, and counted when it ends.
-    pub async fn wait<T>(&self, name: &'static str, event: impl Future<Output = T>) -> T {
+    pub async fn wait<T: StepResult>(
+        &self,
+        name: &'static str,
+        event: impl Future<Output = T>,
+    ) -> T {
         let (begun, _) = self.begin(name);
         let out = event.await;
-        self.end(name, begun);
+        self.end(name, begun, out.is_failure());
         out
     }
 
     /// Runs one step on the volume's lane, maybe within another one, which goes on
     /// afterwards.
-    pub fn step<T>(&self, name: &'static str, work: impl FnOnce() -> T) -> T {
+    pub fn step<T: StepResult>(&self, name: &'static str, work: impl FnOnce() -> T) -> T {
         let (begun, outer) = self.begin(name);
         lane::enter_step(name);
         hold_point(name, &self.volume);
         let out = work();
-        self.end(name, begun);
+        self.end(name, begun, out.is_failure());
         let mut now = self.now();
         (now.step, now.since) = outer;
         out
@@ -121,18 +147,19 @@ impl Progress {
         (begun, before)
     }
 
-    fn end(&self, name: &'static str, begun: Instant) {
+    fn end(&self, name: &'static str, begun: Instant, failed: bool) {
         crash_point();
         let took = begun.elapsed();
         let mut now = self.now();
         now.waits_for.clear();
         let backend = now.backend;
         drop(now);
-        metrics::step(name, backend, took);
+        metrics::step(name, backend, took, failed);
         tracing::debug!(
             volume_id = self.volume,
             call = self.call,
             step = name,
+            failed,
             micros = took.as_micros(),
             "step"
         );

@@ -210,10 +210,18 @@ fn metrics_count_calls_and_steps() {
         let metrics = testkit::eventually("metrics", async || get(port, "/metrics").ok()).await;
         for series in [
             "uring_csi_build_info{",
-            "method=\"NodeStageVolume\",code=\"OK\"",
-            "method=\"NodeStageVolume\",code=\"INVALID_ARGUMENT\"",
-            "method=\"NodeUnpublishVolume\",code=\"OK\"",
-            "step=\"mkfs\"",
+            "uring_csi_calls_total{method=\"NodeStageVolume\",code=\"OK\"} 1\n",
+            "uring_csi_calls_total{method=\"NodeStageVolume\",code=\"INVALID_ARGUMENT\"} 1\n",
+            "uring_csi_calls_total{method=\"NodeExpandVolume\",code=\"OK\"} 0\n",
+            "uring_csi_calls_in_flight{method=\"NodeStageVolume\"} 0\n",
+            "uring_csi_call_duration_seconds_count{method=\"NodeStageVolume\"} 2\n",
+            "uring_csi_step_failures_total{step=\"mkfs\",backend=\"loop\"} 0\n",
+            "uring_csi_mkfs_total{outcome=\"formatted\"} 1\n",
+            "uring_csi_mkfs_total{outcome=\"refused\"} 0\n",
+            "uring_csi_admission_refused_total{step=\"attach\"} 0\n",
+            "uring_csi_stuck_threads 0\n",
+            "uring_csi_ready 1\n",
+            "process_open_fds ",
             "step=\"mount\"",
             "le=\"0.00005\"",
         ] {

@@ -30,6 +30,8 @@ use uring_csi::proto::csi::{
     controller_service_capability::rpc::Type as Rpc,
 };
 
+use crate::metrics::Scrape;
+
 mod addons;
 mod classes;
 mod crashes;
@@ -465,6 +467,8 @@ fn a_dead_cluster_times_out_and_delays_no_other() {
         ceph.configure(&[(CEPH, monitors), ("dead", std::slice::from_ref(&address))]);
         let mut setup = ceph.setup(sandbox);
         setup.args.extend(ceph.own_secret(sandbox));
+        let scrape = Scrape::new();
+        setup.args.push(scrape.arg());
         let controller = Controller::start_with(sandbox, setup).await;
         let mut of_the_dead = ceph.claim("dead", MIB);
         of_the_dead
@@ -488,6 +492,13 @@ fn a_dead_cluster_times_out_and_delays_no_other() {
             "{live:?}, {:?}",
             dead.1
         );
+        for (id, reachable) in [(CEPH, 1.0), ("dead", 0.0)] {
+            let series = format!("uring_csi_ceph_cluster_reachable{{cluster_id=\"{id}\"}}");
+            assert_eq!(scrape.value(&series), Some(reachable), "{id}");
+        }
+        scrape
+            .becomes("uring_csi_ceph_trash_images", |count| count < 1.0)
+            .await;
         // Kubernetes must not restart the controller for that.
         assert_eq!(controller.probe().await, Some(true));
     });

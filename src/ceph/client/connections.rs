@@ -9,10 +9,11 @@
 //! callers of other clusters nothing.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     io, mem,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering::Relaxed},
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
     thread,
@@ -36,6 +37,7 @@ pub const IDLE: Duration = Duration::from_secs(300);
 pub struct Connections {
     timeouts: Timeouts,
     slots: Arc<Mutex<Slots>>,
+    attempts: Arc<Mutex<BTreeMap<String, LastAttempt>>>,
     /// When its last clone is dropped, the thread that ends idle connections ends, too.
     _alive: Sender<()>,
 }
@@ -88,14 +90,16 @@ impl Connections {
         Ok(Self {
             timeouts,
             slots,
+            attempts: Arc::default(),
             _alive: alive,
         })
     }
 
-    /// The connection to the cluster of these monitors as this user. Blocks while
-    /// it is made, at most for [`Timeouts::connect`].
+    /// The connection to the cluster of that id, which has these monitors, as this user.
+    /// Blocks while it is made, at most for [`Timeouts::connect`].
     pub fn get(
         &self,
+        cluster_id: &str,
         monitors: &[String],
         credentials: &Credentials,
     ) -> Result<Arc<Cluster>, CephError> {
@@ -105,7 +109,52 @@ impl Connections {
             secret_digest: digest::sha256_hex(credentials.key.reveal()),
         };
         let slot = lock(&self.slots).entry(key).or_default().clone();
-        slot.get(|| Cluster::connect(monitors, credentials, self.timeouts))
+        let outcome = slot.get(|| Cluster::connect(monitors, credentials, self.timeouts));
+        if let Some(attempt) = LastAttempt::of(&outcome) {
+            lock(&self.attempts).insert(cluster_id.to_owned(), attempt);
+        }
+        outcome
+    }
+
+    /// Whether each cluster that was called answers, by its id; `None` where nothing has
+    /// called it lately.
+    pub fn reachable(&self) -> Vec<(String, Option<bool>)> {
+        let attempts = lock(&self.attempts);
+        let reachable = |(id, attempt): (&String, &LastAttempt)| (id.clone(), attempt.reached());
+        attempts.iter().map(reachable).collect()
+    }
+}
+
+/// How the last call of [`Connections::get`] for a cluster ended.
+#[derive(Debug)]
+struct LastAttempt {
+    at: Instant,
+    /// Whether the cluster answered, if only to refuse the user.
+    answered: bool,
+    /// Whether the connection is lost since, while there is one.
+    lost: Weak<AtomicBool>,
+}
+
+impl LastAttempt {
+    /// `None` if it says nothing about the cluster: a library is missing.
+    fn of(outcome: &Result<Arc<Cluster>, CephError>) -> Option<Self> {
+        let (answered, lost) = match outcome {
+            Ok(cluster) => (true, cluster.lost_mark()),
+            Err(CephError::Library(_)) => return None,
+            Err(error) => (error.is_access_denied(), Weak::new()),
+        };
+        Some(Self {
+            at: Instant::now(),
+            answered,
+            lost,
+        })
+    }
+
+    fn reached(&self) -> Option<bool> {
+        match self.lost.upgrade() {
+            Some(lost) => Some(!lost.load(Relaxed)),
+            None => (self.at.elapsed() < IDLE).then_some(self.answered),
+        }
     }
 }
 

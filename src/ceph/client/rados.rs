@@ -18,7 +18,7 @@
 use std::{
     fmt, ptr,
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -51,7 +51,7 @@ pub struct Cluster {
     user: String,
     fsid: String,
     /// Set when a call shows that a new connection is needed.
-    lost: AtomicBool,
+    lost: Arc<AtomicBool>,
 }
 
 // SAFETY: a `rados_t` may be used from any thread.
@@ -93,6 +93,12 @@ impl Cluster {
     /// connection is needed.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Relaxed)
+    }
+
+    /// [`Self::is_lost`] for a thread on which this connection must not end; it dies with
+    /// this connection.
+    pub fn lost_mark(&self) -> Weak<AtomicBool> {
+        Arc::downgrade(&self.lost)
     }
 
     /// The id of the pool of that name. An unknown name is looked up again in the cluster's

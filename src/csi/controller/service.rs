@@ -20,6 +20,26 @@ use crate::{
     provision::{self, NewSnapshot, Omitted},
 };
 
+/// The measured calls, which the metrics show before the first of each.
+pub const METHODS: [&str; 16] = [
+    "CreateVolume",
+    "DeleteVolume",
+    "ControllerPublishVolume",
+    "ControllerUnpublishVolume",
+    "ValidateVolumeCapabilities",
+    "ListVolumes",
+    "ControllerListVolumeHealth",
+    "ControllerGetVolumeHealth",
+    "GetCapacity",
+    "CreateSnapshot",
+    "DeleteSnapshot",
+    "ListSnapshots",
+    "GetSnapshot",
+    "ControllerExpandVolume",
+    "ControllerGetVolume",
+    "ControllerModifyVolume",
+];
+
 /// A request, and how long its call may wait for the work.
 pub fn taken<Q>(request: Request<Q>) -> (Q, Duration) {
     let within = timeout(request.metadata());

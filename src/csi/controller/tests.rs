@@ -157,3 +157,13 @@ async fn alpha_capabilities_are_announced_on_request() {
         assert_eq!(answer.unwrap().into_inner().capabilities.len(), count);
     }
 }
+
+#[test]
+fn the_metrics_announce_every_measured_call() {
+    let source = include_str!("service.rs");
+    let calls = source.split("answered(").skip(1);
+    let named: Vec<_> = calls
+        .filter_map(|after| after.trim_start().strip_prefix('"')?.split('"').next())
+        .collect();
+    assert_eq!(named, METHODS);
+}

@@ -22,6 +22,17 @@ use crate::proto::csi::{
     node_service_capability::{self, rpc},
 };
 
+/// The measured calls, which the metrics show before the first of each.
+pub const METHODS: [&str; 7] = [
+    "NodeStageVolume",
+    "NodeUnstageVolume",
+    "NodePublishVolume",
+    "NodeUnpublishVolume",
+    "NodeGetVolumeStats",
+    "NodeGetVolumeHealth",
+    "NodeExpandVolume",
+];
+
 /// A call on one volume: its name, its request, and the field with the volume's id.
 struct VolumeCall<Q>(&'static str, Request<Q>, fn(&Q) -> &String);
 

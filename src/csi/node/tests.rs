@@ -233,3 +233,13 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn the_metrics_announce_every_measured_call() {
+    let source = include_str!("service.rs");
+    let calls = source.split("VolumeCall(").skip(1);
+    let named: Vec<_> = calls
+        .filter_map(|after| after.trim_start().strip_prefix('"')?.split('"').next())
+        .collect();
+    assert_eq!(named, METHODS);
+}

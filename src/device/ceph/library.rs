@@ -72,7 +72,7 @@ impl QueriedImage {
         credentials: &Credentials,
         image: &ImageSpec,
     ) -> Result<Option<Self>, CephImageError> {
-        let connected = match connections.get(&cluster.monitors, credentials) {
+        let connected = match connections.get(&cluster.cluster_id, &cluster.monitors, credentials) {
             Err(CephError::Library(missing)) => {
                 tracing::debug!(%missing, "not querying the cluster");
                 return Ok(None);

@@ -28,7 +28,9 @@ impl CephImages {
     ) -> Result<StorageClient, DeviceError> {
         let cluster = self.cluster(cluster_id)?;
         let credentials = Credentials::from_secrets(secrets).map_err(CephImageError::from)?;
-        let connected = self.connections.get(&cluster.monitors, &credentials);
+        let connected = self
+            .connections
+            .get(cluster_id, &cluster.monitors, &credentials);
         let connected = connected.map_err(CephImageError::from)?;
         let address = connected.address().map_err(CephImageError::from)?;
         let host = host_of(&address).trim_matches(['[', ']']).parse();

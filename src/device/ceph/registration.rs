@@ -63,8 +63,8 @@ impl BoundCephImage<'_> {
         let Some(supervisor::RegistrationKey { node_id, volume }) = self.fencing(options) else {
             return Ok(());
         };
-        let (monitors, credentials) = (&known.cluster.monitors, &known.credentials);
-        let cluster = self.images.connections.get(monitors, credentials)?;
+        let (config, connections) = (&known.cluster, &self.images.connections);
+        let cluster = connections.get(&config.cluster_id, &config.monitors, &known.credentials)?;
         let pool = cluster.ioctx(&known.image.pool, &known.image.namespace)?;
         let nodes = RegisteredNodes::of(&pool, volume);
         if let Backing::Rbd(_) = lower.backing {

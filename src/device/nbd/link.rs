@@ -63,9 +63,11 @@ impl LinkState {
         }
     }
 
-    /// Moves dead connections to `retired`.
-    pub(super) fn retire_dead(&mut self) {
+    /// Moves dead connections to `retired`; returns how many.
+    pub(super) fn retire_dead(&mut self) -> usize {
+        let missed = self.missing;
         self.retire(|connection| !connection.is_alive());
+        self.missing - missed
     }
 
     /// Shuts all connections down.
@@ -137,7 +139,8 @@ impl Link {
             if state.closed || !is_behind(self.device.block.dev, &self.identifier.export) {
                 return Ok(Reconnected::Gone);
             }
-            state.retire_dead();
+            let dead = u64::try_from(state.retire_dead()).unwrap_or_default();
+            links.0.lost.fetch_add(dead, Relaxed);
             self.connections - state.connections.len().min(self.connections)
         };
         if missing == 0 {

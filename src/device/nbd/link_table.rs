@@ -13,7 +13,10 @@
 use std::{
     collections::HashMap,
     io,
-    sync::{Arc, Mutex, atomic::AtomicBool},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
 };
 
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
@@ -53,6 +56,8 @@ pub(super) struct LinksInner {
     pub(super) listening: Mutex<bool>,
     tell: UnboundedSender<Event>,
     pub(super) events: Mutex<Option<UnboundedReceiver<Event>>>,
+    /// How many connections were found dead.
+    pub(super) lost: AtomicU64,
 }
 
 impl Links {
@@ -65,7 +70,13 @@ impl Links {
             listening: Mutex::default(),
             tell,
             events: Mutex::new(Some(events)),
+            lost: AtomicU64::default(),
         }))
+    }
+
+    /// How many connections that this agent made were lost.
+    pub fn lost(&self) -> u64 {
+        self.0.lost.load(Relaxed)
     }
 
     /// The identifier of a device that this driver attaches for a volume.

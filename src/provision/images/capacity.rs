@@ -10,9 +10,14 @@ use super::{
     ImageStore,
     file_system::{BTRFS, EXT4, TMPFS, XFS, fs_type},
 };
-use crate::pool::{Pool, Scope};
+use crate::pool::{Pool, Room, Scope};
 
 impl ImageStore {
+    /// The room of a pool, by a recent count. Blocks.
+    pub fn room(&self, pool: &str) -> Result<Room, ProvisionError> {
+        self.room_counts.room(self.pools.get(pool)?)
+    }
+
     /// The capacity of the pool that is named, or of all pools.
     pub(super) fn capacity(
         &self,

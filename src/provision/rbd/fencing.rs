@@ -22,7 +22,10 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
     time::{Duration, Instant},
 };
 
@@ -55,6 +58,8 @@ pub struct Fencer {
     /// Volumes that were in use after their unpublish, by handle and node. A controller
     /// that restarts waits the whole time again.
     seen: Mutex<HashMap<(String, String), Seen>>,
+    /// How many clients were fenced.
+    pub raised: AtomicU64,
 }
 
 #[derive(Clone, Debug)]
@@ -86,8 +91,11 @@ const HEARS_WITHIN: Duration = Duration::from_millis(100);
 
 impl Fencer {
     pub fn new(after: Option<Duration>) -> Self {
-        let seen = Mutex::default();
-        Self { after, seen }
+        Self {
+            after,
+            seen: Mutex::default(),
+            raised: AtomicU64::default(),
+        }
     }
 
     fn seen(&self) -> MutexGuard<'_, HashMap<(String, String), Seen>> {
@@ -212,6 +220,7 @@ impl RbdStore {
         };
         tracing::warn!(node, address, image, reach, "fencing a node's client");
         Fences::of(&found.pool).raise(&fence)?;
+        self.fencing.raised.fetch_add(1, Relaxed);
         if let Some(seen) = self.fencing.seen().get_mut(&key) {
             seen.fenced = Some(fence.client.address.clone());
         }

@@ -149,6 +149,11 @@ impl Flattener {
         })
     }
 
+    /// How many images wait or are being flattened.
+    pub fn pending(&self) -> usize {
+        self.work().known.len()
+    }
+
     /// Flattens images in the background, by Ceph's manager if it runs, else here, one
     /// after the other: each is copied as a whole. An image that is queued or under way is
     /// not queued again.

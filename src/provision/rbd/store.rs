@@ -43,7 +43,9 @@ impl RbdStore {
         }
         let monitors = config.monitors.join(", ");
         let waiting = lane::waiting_for(format!("cluster {cluster_id:?} (monitors {monitors})"));
-        let cluster = self.connections.get(&config.monitors, &credentials);
+        let cluster = self
+            .connections
+            .get(cluster_id, &config.monitors, &credentials);
         drop(waiting);
         let cluster = cluster.map_err(|source| RbdError::Cluster {
             cluster_id: cluster_id.to_owned(),

@@ -180,6 +180,11 @@ impl TrashPurger {
         Ok(true)
     }
 
+    /// How many images wait or are being removed.
+    pub fn pending(&self) -> usize {
+        self.lock().values().map(|queue| queue.known.len()).sum()
+    }
+
     fn add(&self, pool: &IoCtx, image: Discarded) {
         let cluster = pool.cluster().fsid().to_owned();
         let begin = {

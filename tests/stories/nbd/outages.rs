@@ -2,9 +2,10 @@
 
 use std::{cell::Cell, fs, time::Duration};
 
-use testkit::{Content, NbdServer, Node, eventually, nbds_over, run};
+use testkit::{Content, NbdServer, Node, NodeSetup, eventually, nbds_over, run};
 
 use super::{blank, health, nbd_story};
+use crate::metrics::Scrape;
 
 #[test]
 fn io_continues_once_a_server_is_back() {
@@ -40,6 +41,30 @@ fn io_continues_once_a_server_is_back() {
             }
             node.down(&volume, "pod").await;
         }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_metrics_count_volumes_without_a_server() {
+    nbd_story(async |sandbox| {
+        let scrape = Scrape::new();
+        let setup = NodeSetup::new(sandbox).arg(&scrape.arg());
+        let node = Node::start_with(sandbox, setup).await;
+        let mut server = NbdServer::start(sandbox).await;
+        let volume = blank(sandbox, &server, "v", "ext4");
+        node.up(&volume, "pod").await;
+        let away = "uring_csi_volume_conditions{reason=\"ServerAway\"}";
+        let lost = "uring_csi_nbd_connections_lost_total";
+        scrape.becomes(away, |count| count < 1.0).await;
+        assert_eq!(scrape.value(lost), Some(0.0));
+        server.kill9();
+        scrape.becomes(away, |count| count > 0.0).await;
+        assert_eq!(scrape.value(lost), Some(1.0));
+        server.restart().await;
+        scrape.becomes(away, |count| count < 1.0).await;
+        assert_eq!(scrape.value(lost), Some(1.0));
+        node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
 }

@@ -10,12 +10,13 @@ use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unimplemented};
 use uring_csi::proto::csi::ControllerPublishVolumeRequest;
 
 use super::{Ceph, Rpc, capabilities};
+use crate::metrics::Scrape;
 
-async fn fencing(sandbox: &Sandbox, ceph: &Ceph, after: &str) -> (Controller, Volume) {
+/// A controller that fences after a second, with these further arguments, and a volume.
+async fn fencing(sandbox: &Sandbox, ceph: &Ceph, args: Vec<String>) -> (Controller, Volume) {
     let mut setup = ceph.setup(sandbox);
-    setup
-        .args
-        .extend(["--fence-after", after].map(str::to_owned));
+    setup.args.push("--fence-after=1".to_owned());
+    setup.args.extend(args);
     let controller = Controller::start_with(sandbox, setup).await;
     let made = controller.create(ceph.claim("v", 64 * MIB)).await.unwrap();
     let volume = provisioned(&made, &Volume::block("any").capability);
@@ -77,7 +78,8 @@ fn only_registered_clients_are_fenced() {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
         };
-        let (controller, volume) = fencing(sandbox, &ceph, "1").await;
+        let scrape = Scrape::new();
+        let (controller, volume) = fencing(sandbox, &ceph, vec![scrape.arg()]).await;
         let can = capabilities(&controller).await;
         assert!(can.contains(&Rpc::PublishUnpublishVolume), "{can:?}");
         let message = ControllerPublishVolumeRequest {
@@ -122,9 +124,12 @@ fn only_registered_clients_are_fenced() {
         let unknown = controller.unpublish(&volume, "node-a").await;
         refused(unknown, FailedPrecondition, &["node-a", &address]);
         assert!(!ceph.is_blocklisted(&address));
+        let fences = "uring_csi_ceph_fences_total";
+        assert_eq!(scrape.value(fences), Some(0.0));
         ceph.enter_client(&volume, "node-a", &address);
         controller.unpublish(&volume, "node-a").await.unwrap();
         assert!(ceph.is_blocklisted(&address));
+        assert_eq!(scrape.value(fences), Some(1.0));
         controller.wait_for_log("fencing a node's client").await;
         controller.delete(&volume.handle).await.unwrap();
         drop(user);
@@ -137,7 +142,7 @@ fn an_interrupted_fence_is_finished() {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
         };
-        let (controller, volume) = fencing(sandbox, &ceph, "1").await;
+        let (controller, volume) = fencing(sandbox, &ceph, Vec::new()).await;
         let mut rng = Rng::new();
         for _ in 0..3 {
             controller.publish(&volume, "node-a").await.unwrap();

@@ -27,7 +27,7 @@ fn a_connection_is_shared_until_it_is_lost() {
     let connections = Connections::with_idle_time(timeouts(30), short).unwrap();
     let get = || {
         connections
-            .get(&test.monitors, &credentials(&test))
+            .get("shared", &test.monitors, &credentials(&test))
             .unwrap()
     };
     let all = thread::scope(|scope| {
@@ -48,9 +48,12 @@ fn a_connection_is_shared_until_it_is_lost() {
     // The OSD learns of it a moment later.
     let fenced = iter::repeat_with(|| io.exists("x")).find_map(Result::err);
     assert!(fenced.unwrap().is_blocklisted());
+    let reachable = |is| [("shared".to_owned(), is)];
+    assert_eq!(connections.reachable(), reachable(Some(false)));
     drop(io);
     let second = get();
     assert!(!Arc::ptr_eq(&first, &second));
+    assert_eq!(connections.reachable(), reachable(Some(true)));
     let io = second.ioctx(&test.pool, "").unwrap();
     assert!(!io.exists("x").unwrap());
     fence("rm");
@@ -80,7 +83,7 @@ fn an_idle_connection_ends() {
     };
     let short = Duration::from_millis(40);
     let connections = Connections::with_idle_time(timeouts(30), short).unwrap();
-    let used = connections.get(&test.monitors, &credentials(&test));
+    let used = connections.get("idle", &test.monitors, &credentials(&test));
     let used = used.unwrap();
     let weak = Arc::downgrade(&used);
     thread::park_timeout(short * 3);
@@ -104,15 +107,20 @@ fn a_dead_cluster_costs_its_callers_one_timeout_and_others_none() {
     };
     let connections = Connections::new(timeouts(2)).unwrap();
     thread::scope(|scope| {
-        let get = || connections.get(&dead, &nobody).unwrap_err();
+        let get = || connections.get("dead", &dead, &nobody).unwrap_err();
         let threads: Vec<_> = (0..8).map(|_| scope.spawn(get)).collect();
         // Callers of another cluster do not wait for them.
-        let error = connections.get(&closed, &nobody).unwrap_err();
+        let error = connections.get("closed", &closed, &nobody).unwrap_err();
         assert!(error.to_string().contains("refused"), "{error}");
         for thread in threads {
             assert!(thread.join().unwrap().is_timed_out());
         }
     });
+    let unreachable = |id: &str| (id.to_owned(), Some(false));
+    assert_eq!(
+        connections.reachable(),
+        [unreachable("closed"), unreachable("dead")]
+    );
     // Each attempt made one connection, and the listener has them all.
     silent.set_nonblocking(true).unwrap();
     let attempts = iter::from_fn(|| silent.accept().ok()).count();

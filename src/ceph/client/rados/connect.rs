@@ -3,7 +3,7 @@
 use std::{
     ffi::CStr,
     ptr,
-    sync::{Arc, Once, atomic::AtomicBool},
+    sync::{Arc, Once},
     time::{Duration, Instant},
 };
 
@@ -77,7 +77,7 @@ impl Cluster {
             libraries,
             user: user.to_owned(),
             fsid: String::new(),
-            lost: AtomicBool::new(false),
+            lost: Arc::default(),
         };
         let call = cluster.call("create", || format!("a connection as client.{user}"));
         let name = call.text(&format!("client.{user}"))?;
