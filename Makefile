@@ -4,15 +4,17 @@
 PROFILE ?= dev
 BIN_DIR := $(or $(CARGO_TARGET_DIR),target)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 export BIN_DIR
-# rustup's cargo, which setup.sh may just have installed, and setup.sh's kustomize and
-# OpenBao.
-export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(abspath $(BIN_DIR)/../kustomize/usr/bin):$(abspath $(BIN_DIR)/../openbao)
+# rustup's cargo, which setup.sh may just have installed, and setup.sh's kustomize, OpenBao
+# and prometheus.
+TARGET := $(abspath $(BIN_DIR)/..)
+UNPACKED := $(TARGET)/kustomize/usr/bin:$(TARGET)/openbao:$(TARGET)/prometheus/usr/bin
+export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(UNPACKED)
 
 # setup.sh's, with the packages of scripts/requirements.txt.
 PYTHON := $(BIN_DIR)/../python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint book audit bench counts sizes clean
+.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint monitoring book audit bench counts sizes clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -42,7 +44,7 @@ AGENTS := --bin uring-csi-node --bin uring-csi-controller --bin uringctl
 first_time = [ -x $(BIN_DIR)/uringctl ] || \
 	echo "$@: installs packages where some are missing, then builds: some minutes the first time"
 
-test: lint unit test-kernel ## Check and test everything, on this kernel and another
+test: lint monitoring unit test-kernel ## Check and test everything, on this kernel and another
 
 # Root, because tests mount and attach loop devices. A failure does not stop the rest.
 unit: setup
@@ -90,6 +92,7 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	[ -z "$$CI" ] || ! grep -qx ID=debian /etc/os-release; fi
 	@if command -v dpkg-query >/dev/null; then scripts/check_programs.py; \
 	else echo "programs: not checked, this is not Debian"; fi
+	@$(check_monitoring)
 	scripts/check_promises.sh
 	scripts/check_modules.py
 	@if cargo deny --version >/dev/null 2>&1; then cargo deny check bans licenses sources; \
@@ -100,6 +103,16 @@ book: build ## Build docs/ as a book, in target/book/docs
 	@scripts/setup.sh lint
 	$(PYTHON)/bin/python scripts/reference.py
 	$(PYTHON)/bin/python scripts/book.py
+
+monitoring: build ## Run the rules' and the dashboard's queries against a Prometheus
+	@scripts/setup.sh lint
+	@$(check_monitoring) --live
+
+check_monitoring = { [ -e $(PYTHON)/installed ] && command -v promtool && command -v prometheus && \
+	  { command -v kubectl || command -v kustomize; }; } >/dev/null || { \
+	  echo "**** NOT TESTED: alerting rules and dashboard, tools or packages of Python are missing"; \
+	  [ -z "$$CI" ] || ! grep -qx ID=debian /etc/os-release; exit; }; \
+	$(PYTHON)/bin/python scripts/check_monitoring.py
 
 audit: ## Look for advisories against dependencies (needs the network and cargo-deny)
 	cargo deny check advisories

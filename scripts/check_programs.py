@@ -20,7 +20,7 @@ WORDS = {"file", "look", "node", "red", "time", "write"}
 # setup.sh installs curl and cargo if needed, docs/start.md make and git, and ip is busybox's.
 SEEN_TO = {"curl", "git", "ip", "make"}
 # Run if they are installed; otherwise the code prints that they are missing.
-OPTIONAL = {"bao", "kubectl", "kustomize", "mmdebstrap", "perf"}
+OPTIONAL = {"bao", "kubectl", "kustomize", "mmdebstrap", "perf", "prometheus", "promtool"}
 
 ROOT = Path(__file__).parent.parent
 SHELL = ["Makefile", ".ci/run", *ROOT.glob("scripts/*.sh"), *ROOT.glob("tests/kernel/*.sh")]

@@ -6,7 +6,7 @@
 #   build  a compiler and what the programs link
 #   demo   build, and what the demo of BACKEND (loop, nbd or rbd) runs
 #   run    demo, and the tools of all file systems
-#   lint   test, and rustfmt, clippy, what builds and validates the manifests
+#   lint   test, and rustfmt, clippy, what builds and validates the manifests, Prometheus
 #   test   all of these packages; the default
 #
 # Rust comes from the first of these that is new enough: the distribution's cargo, the
@@ -200,6 +200,15 @@ check_python() {
   fi
 }
 
+# Prometheus, for the alerting rules. Its package would start a daemon, so it is not
+# installed.
+check_prometheus() {
+  command -v promtool >/dev/null && command -v prometheus >/dev/null && return
+  printf 'setup: unpacking prometheus into %s\n' "$prometheus"
+  scripts/unpack.sh "$(. /etc/os-release && echo "${VERSION_CODENAME:-}")" "$prometheus" prometheus ||
+    echo "setup: without promtool and prometheus the alerting rules are not checked" >&2
+}
+
 cd "$(dirname "$0")/.."
 if [[ ${1:-} == --list ]]; then
   part=${2:-test}
@@ -209,8 +218,9 @@ fi
 part=${1:-test}
 kustomize=${CARGO_TARGET_DIR:-target}/kustomize
 openbao=${CARGO_TARGET_DIR:-target}/openbao
+prometheus=${CARGO_TARGET_DIR:-target}/prometheus
 python=${CARGO_TARGET_DIR:-target}/python
-PATH=$PATH:$(realpath -m "$kustomize/usr/bin"):$(realpath -m "$openbao")
+PATH=$PATH:$(realpath -m "$kustomize/usr/bin"):$(realpath -m "$openbao"):$(realpath -m "$prometheus/usr/bin")
 PATH=${CARGO_HOME:-$HOME/.cargo}/bin:$PATH
 install_packages
 check_cargo
@@ -221,4 +231,5 @@ if [[ $part == lint ]]; then
   check_linters
   check_kustomize
   check_python
+  check_prometheus
 fi
