@@ -24,7 +24,7 @@ set -euo pipefail
   kernel=(busybox-static patchelf udev)
   run=(e2fsprogs btrfs-progs)
   # strace is for the benches, python3-venv for the manifests and OpenBao.
-  test=(fdisk openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace)
+  test=(fdisk nfs-ganesha nfs-ganesha-vfs openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace)
 }
 
 fail() {

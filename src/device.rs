@@ -1,4 +1,4 @@
-//! From a volume's source to a block device and back.
+//! From a volume's source to a block device and back; of a source that has none, its mount.
 //!
 //! The verbs of [`crate::volume`] know a [`Source`], which the volume context names, and a
 //! [`Device`] of the kernel; this module alone chooses the backend. Everything but
@@ -21,6 +21,8 @@ mod loop_attach;
 pub mod loopdev;
 pub mod luks;
 pub mod nbd;
+mod nfs;
+mod no_device;
 pub mod openers;
 mod pending_releases;
 pub mod ready;
@@ -43,5 +45,6 @@ pub use format_markers::NodeFormatMarkers;
 pub use held_open::HeldOpen;
 pub use images::{ImageFiles, ImageSource};
 pub use loop_attach::set_read_only;
+pub use nfs::is_nfs as is_remote;
 pub use pending_releases::PendingReleases;
 pub use source::{Source, StageFile};

@@ -32,6 +32,8 @@ mod csi;
 mod kind;
 mod lane;
 mod nbd;
+#[cfg(any(feature = "node", feature = "controller"))]
+mod nfs;
 mod observe;
 #[cfg(any(feature = "node", feature = "controller"))]
 mod parse_bool;

@@ -54,6 +54,7 @@ mod publish;
 mod reclaim;
 mod reconcile;
 pub mod record;
+mod remote;
 mod rotate_key;
 pub mod spec;
 mod stage;
@@ -97,6 +98,8 @@ pub struct Config {
     pub inline_max_bytes: Option<u64>,
     /// Where `uringctl` stages.
     pub staging_dir: PathBuf,
+    /// How long the unmount of a server's directory waits for the server.
+    pub remote_unmount: Duration,
     /// How many volumes may be in a step at once.
     pub gates: Gates,
 }

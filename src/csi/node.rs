@@ -93,7 +93,7 @@ impl NodeService {
         validate::secrets(&request.secrets)?;
         let capability =
             validate::capability("volume_capability", request.volume_capability.as_ref())?;
-        refuse_unsafe(&capability)?;
+        refuse_unsafe(&capability, &request.volume_context)?;
         let parsed = self.parse(&capability, &request.volume_context)?;
         let source = Source::parse(&request.volume_context, &request.volume_id)
             .map_err(|error| Status::from(&Cause::from(error)))?;
@@ -140,7 +140,7 @@ impl NodeService {
         validate::secrets(&request.secrets)?;
         let capability =
             validate::capability("volume_capability", request.volume_capability.as_ref())?;
-        refuse_unsafe(&capability)?;
+        refuse_unsafe(&capability, &request.volume_context)?;
         let ephemeral = request
             .volume_context
             .get("csi.storage.k8s.io/ephemeral")
@@ -274,7 +274,10 @@ fn shutting_down() -> Status {
 }
 
 /// Several nodes that mount one ext4, xfs or btrfs for writing destroy it.
-fn refuse_unsafe(capability: &Capability) -> Result<(), Status> {
+fn refuse_unsafe(capability: &Capability, context: &HashMap<String, String>) -> Result<(), Status> {
+    if Source::remote_file_system(context).is_some() {
+        return Ok(());
+    }
     if capability.mode.multi_node_writer() && capability.access != AccessType::Block {
         let mode = match capability.mode {
             AccessMode::MultiNodeSingleWriter => "MULTI_NODE_SINGLE_WRITER",

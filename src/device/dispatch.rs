@@ -9,7 +9,9 @@ use super::{
     error::DeviceError,
     exports::Exports,
     images::{BoundImage, ImageFiles},
-    nbd, openers,
+    nbd,
+    no_device::NoDevice,
+    openers,
     pending_releases::PendingReleases,
 };
 use crate::{
@@ -39,6 +41,7 @@ impl Backends {
             Source::Loop(image) => Box::new(self.images.bind(image)),
             Source::Nbd(export) => Box::new(self.exports.bind(export)),
             Source::Rbd(image) => Box::new(self.ceph.bind(image)),
+            Source::Nfs(_) => Box::new(NoDevice),
         }
     }
 
@@ -47,7 +50,7 @@ impl Backends {
     pub fn canonical(&self, source: &Source) -> Source {
         match source {
             Source::Rbd(image) => Source::Rbd(self.ceph.canonical(image)),
-            Source::Loop(_) | Source::Nbd(_) => source.clone(),
+            Source::Loop(_) | Source::Nbd(_) | Source::Nfs(_) => source.clone(),
         }
     }
 

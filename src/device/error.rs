@@ -72,6 +72,9 @@ pub enum DeviceError {
         /// The device's node.
         device: PathBuf,
     },
+    /// The source is a directory of a server.
+    #[error("it is a directory of a server and has no block device")]
+    NoDevice,
     /// The kernel refused something else.
     #[error("cannot {what}")]
     Io {
@@ -101,7 +104,9 @@ impl DeviceError {
             Self::Loop(error) => error.kind(),
             Self::Nbd(error) => error.kind(),
             Self::Ceph(error) => error.kind(),
-            Self::AttachedOtherwise { .. } | Self::TooSmall { .. } => Kind::Precondition,
+            Self::AttachedOtherwise { .. } | Self::TooSmall { .. } | Self::NoDevice => {
+                Kind::Precondition
+            }
             Self::Busy { .. } => Kind::InUse,
             Self::NotEncrypted { .. } => Kind::Unsupported,
             Self::Extend { source, .. } => match source.kind() {

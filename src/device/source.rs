@@ -10,8 +10,15 @@ use super::{
     context::{SourceError, VolumeContext},
     exports::ExportSource,
     images::ImageSource,
+    nfs::{NFS, NfsSource},
 };
-use crate::{kernel::Dev, nbd::Export};
+use crate::{
+    kernel::Dev,
+    mount::{
+        Mounted, attach::MountError, options::MountOptions, path::SafePath, table::MountEntry,
+    },
+    nbd::Export,
+};
 
 /// A volume's source, as the volume context names it. Two sources are equal if they name
 /// the same data, attached in the same way.
@@ -24,6 +31,8 @@ pub enum Source {
     Nbd(ExportSource),
     /// An image of a Ceph cluster, attached by the kernel's RBD driver.
     Rbd(CephSource),
+    /// A directory of an NFS server, mounted by the kernel's client.
+    Nfs(NfsSource),
 }
 
 /// A file beside a volume's mount by which any driver can unstage the volume without a
@@ -41,14 +50,17 @@ impl fmt::Display for Source {
             Self::Loop(image) => image.fmt(f),
             Self::Nbd(export) => export.fmt(f),
             Self::Rbd(image) => image.fmt(f),
+            Self::Nfs(directory) => directory.fmt(f),
         }
     }
 }
 
 impl Source {
     /// Reads the key `backend`, and the keys of that backend:
-    /// [`ImageSource::parse`], [`ExportSource::parse`], [`CephSource::parse`].
-    /// ceph-csi's volumes have a `clusterID` and no such key.
+    /// [`ImageSource::parse`], [`ExportSource::parse`], [`CephSource::parse`],
+    /// [`NfsSource::parse`].
+    /// ceph-csi's volumes have a `clusterID` and no such key, csi-driver-nfs' a `server`
+    /// and a `share`.
     pub fn parse(context: &HashMap<String, String>, volume_id: &str) -> Result<Self, SourceError> {
         let context = VolumeContext(context);
         let is_ceph = context.get("clusterID").is_some();
@@ -57,13 +69,14 @@ impl Source {
             Some("nbd") => ExportSource::parse(context).map(Self::Nbd),
             Some("rbd") => CephSource::parse(context, volume_id).map(Self::Rbd),
             None if is_ceph => CephSource::parse(context, volume_id).map(Self::Rbd),
+            _ if NfsSource::is_named_by(context) => NfsSource::parse(context).map(Self::Nfs),
             None => Err(SourceError {
                 key: "backend".into(),
-                why: "is required, or clusterID".to_owned(),
+                why: "is required, or clusterID, or server and share".to_owned(),
             }),
             Some(other) => Err(SourceError {
                 key: "backend".into(),
-                why: format!("{other:?} is unknown; this node has: loop, nbd, rbd"),
+                why: format!("{other:?} is unknown; this node has: loop, nbd, nfs, rbd"),
             }),
         }
     }
@@ -86,6 +99,7 @@ impl Source {
             Self::Loop(image) => image.is_behind(dev),
             Self::Nbd(export) => export.is_behind(dev),
             Self::Rbd(image) => image.is_behind(dev),
+            Self::Nfs(_) => false,
         }
     }
 
@@ -102,6 +116,7 @@ impl Source {
             Self::Loop(image) => format!("pool {}", image.pool),
             Self::Nbd(export) => format!("server {}", export.export.server()),
             Self::Rbd(image) => format!("cluster {}", image.image.cluster_id),
+            Self::Nfs(directory) => format!("server {}", directory.server()),
         }
     }
 
@@ -111,6 +126,7 @@ impl Source {
             (Self::Loop(one), Self::Loop(other)) => one.is_same(other),
             (Self::Nbd(one), Self::Nbd(other)) => one.is_same(other),
             (Self::Rbd(one), Self::Rbd(other)) => one.is_same(other),
+            (Self::Nfs(one), Self::Nfs(other)) => one.is_same(other),
             _ => false,
         }
     }
@@ -119,7 +135,7 @@ impl Source {
     /// raw ones too, beside a [`StageFile`]: as ceph-csi does it.
     pub fn is_staged_below(&self) -> bool {
         match self {
-            Self::Loop(_) | Self::Nbd(_) => false,
+            Self::Loop(_) | Self::Nbd(_) | Self::Nfs(_) => false,
             Self::Rbd(_) => true,
         }
     }
@@ -127,7 +143,7 @@ impl Source {
     /// The stage file by which another driver can unstage the volume.
     pub fn stage_file(&self, device: &Device) -> Option<StageFile> {
         match self {
-            Self::Loop(_) | Self::Nbd(_) => None,
+            Self::Loop(_) | Self::Nbd(_) | Self::Nfs(_) => None,
             Self::Rbd(image) => Some(image.stage_file(device)),
         }
     }
@@ -135,7 +151,7 @@ impl Source {
     /// The name of the stage file beside its mount, if it has one.
     pub fn stage_file_name(&self) -> Option<&'static str> {
         match self {
-            Self::Loop(_) | Self::Nbd(_) => None,
+            Self::Loop(_) | Self::Nbd(_) | Self::Nfs(_) => None,
             Self::Rbd(_) => Some(STAGE_FILE),
         }
     }
@@ -146,6 +162,49 @@ impl Source {
             Self::Loop(_) => "loop",
             Self::Nbd(_) => "nbd",
             Self::Rbd(_) => "rbd",
+            Self::Nfs(_) => NFS,
+        }
+    }
+
+    /// Whether its data is behind a block device. Else a server has the file system, and
+    /// any number of volumes may be the same directory of it.
+    pub fn has_device(&self) -> bool {
+        !matches!(self, Self::Nfs(_))
+    }
+
+    /// The file system of a source without a block device, if the context names one.
+    pub fn remote_file_system(context: &HashMap<String, String>) -> Option<&'static str> {
+        NfsSource::is_named_by(VolumeContext(context)).then_some(NFS)
+    }
+
+    /// The mount options in the context of a source without a block device.
+    pub fn remote_options(context: &HashMap<String, String>) -> Result<MountOptions, SourceError> {
+        NfsSource::mount_options(VolumeContext(context))
+    }
+
+    /// Mounts a source without a block device. Waits for its server.
+    pub fn mount(
+        &self,
+        options: &MountOptions,
+        read_only: bool,
+        at: &SafePath,
+    ) -> Result<Mounted, MountError> {
+        let Self::Nfs(directory) = self else {
+            unreachable!("{self} is mounted by its device");
+        };
+        directory.mount(options, read_only, at)
+    }
+
+    /// Whether the mount is one of this source, which has no block device.
+    pub fn is_mounted_as(&self, entry: &MountEntry) -> bool {
+        matches!(self, Self::Nfs(directory) if directory.is_mounted_as(entry))
+    }
+
+    /// The permission bits to set on the mounted directory, if any.
+    pub fn root_mode(&self) -> Option<u32> {
+        match self {
+            Self::Nfs(directory) => directory.mode,
+            Self::Loop(_) | Self::Nbd(_) | Self::Rbd(_) => None,
         }
     }
 }

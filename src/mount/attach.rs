@@ -43,7 +43,7 @@ use crate::{Kind, kernel::busy::retry_while_busy};
 pub struct NewMount<'a> {
     /// The file system's type, as in `/proc/filesystems`.
     pub fs_type: &'a str,
-    /// The block device's node.
+    /// The block device's node, or the directory of a server.
     pub source: &'a Path,
     /// The options of the request.
     pub options: &'a MountOptions,
@@ -111,6 +111,24 @@ pub enum MountError {
         device: PathBuf,
         kernel_says: String,
     },
+    /// No address of the server accepts a connection.
+    #[error("the server of {remote} does not answer")]
+    NoServer {
+        /// The directory of the server.
+        remote: String,
+        source: io::Error,
+    },
+    /// The server or the kernel's client refuses the directory.
+    #[error(
+        "cannot mount {remote}{}: export it to this node, and correct server, share, subDir and \
+         the mount options", in_parentheses(.kernel_says)
+    )]
+    Remote {
+        /// The directory of the server.
+        remote: String,
+        kernel_says: String,
+        source: io::Error,
+    },
     /// A directory cannot be mounted on a file, nor a file on a directory.
     #[error("cannot mount {what} on {path:?}, which is {found}")]
     WrongTarget {
@@ -140,8 +158,27 @@ impl MountError {
             | Self::WriteProtected { .. }
             | Self::BadSuperblock { .. }
             | Self::Unsupported { .. } => Kind::Precondition,
-            Self::UndoFailed { .. } | Self::WrongTarget { .. } | Self::Io { .. } => Kind::Transient,
+            Self::Remote { source, .. } => match source.raw_os_error() {
+                Some(
+                    libc::EACCES
+                    | libc::EPERM
+                    | libc::ENOENT
+                    | libc::EINVAL
+                    | libc::EPROTONOSUPPORT
+                    | libc::ENOTDIR,
+                ) => Kind::Precondition,
+                _ => Kind::Transient,
+            },
+            Self::NoServer { .. }
+            | Self::UndoFailed { .. }
+            | Self::WrongTarget { .. }
+            | Self::Io { .. } => Kind::Transient,
         }
+    }
+
+    /// Whether the server lacks the requested version of its protocol.
+    pub fn is_other_version(&self) -> bool {
+        matches!(self, Self::Remote { source, .. } if source.raw_os_error() == Some(libc::EPROTONOSUPPORT))
     }
 }
 
@@ -273,6 +310,11 @@ fn set(
 fn not_created(error: Errno, log: &str, new: &NewMount<'_>) -> MountError {
     let device = new.source.to_owned();
     match error {
+        error if new.fs_type == "nfs" => MountError::Remote {
+            remote: device.to_string_lossy().into_owned(),
+            kernel_says: log.to_owned(),
+            source: error.into(),
+        },
         Errno::BUSY => MountError::Busy { device },
         Errno::EXIST if new.fs_type == "btrfs" => MountError::DuplicateUuid { device },
         Errno::ROFS | Errno::ACCESS => MountError::WriteProtected { device },

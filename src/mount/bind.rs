@@ -5,7 +5,7 @@
 
 use std::{
     io,
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
 use rustix::mount::{MountAttrFlags, OpenTreeFlags, open_tree};
@@ -17,6 +17,16 @@ use super::{
     path::SafePath,
 };
 use crate::kernel::mounts::mount_setattr;
+
+/// A mount of `source` that is nowhere in the tree. It ends with its descriptor, and then
+/// with the superblock if that has no other mount. Never blocks on a device or a server.
+pub fn detached(source: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE
+        | OpenTreeFlags::OPEN_TREE_CLOEXEC
+        | OpenTreeFlags::AT_EMPTY_PATH;
+    #[expect(clippy::disallowed_methods, reason = "the one place")]
+    Ok(open_tree(source, "", flags)?)
+}
 
 /// Bind-mounts `source`, a directory or a block device node, at `at`, without the
 /// mounts below it. Applies only the attributes that the options name; the others are the
@@ -36,12 +46,7 @@ pub fn bind(
         kernel_says: String::new(),
         source,
     };
-    let flags = OpenTreeFlags::OPEN_TREE_CLONE
-        | OpenTreeFlags::OPEN_TREE_CLOEXEC
-        | OpenTreeFlags::AT_EMPTY_PATH;
-    #[expect(clippy::disallowed_methods, reason = "the one place")]
-    let clone = open_tree(source, "", flags)
-        .map_err(|error| failed("clone the source's mount for", error.into()))?;
+    let clone = detached(source).map_err(|error| failed("clone the source's mount for", error))?;
     let mut change = options.attributes();
     if read_only {
         change.set |= MountAttrFlags::MOUNT_ATTR_RDONLY;

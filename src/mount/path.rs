@@ -174,6 +174,8 @@ impl SafePath {
             Err(Errno::NOENT) => Ok(PathKind::Absent),
             // An XFS that has shut down: the mount table shows more.
             Err(Errno::IO) => PathKind::of(self.open()?.as_fd()),
+            // A mounted directory that its server has lost, which cannot be opened.
+            Err(Errno::STALE) => Ok(PathKind::stale(&self.path)?.ok_or(Errno::STALE)?),
             found => Ok(found?),
         }
     }

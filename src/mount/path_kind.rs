@@ -12,6 +12,7 @@ use std::{
     ffi::OsStr,
     fs, io,
     os::fd::{AsRawFd as _, BorrowedFd},
+    path::Path,
 };
 
 use rustix::{
@@ -53,6 +54,8 @@ pub struct Mounted {
     /// The superblock's device, st_dev. For btrfs it is an anonymous one, and only
     /// [`super::table::MountEntry::source`] names the device.
     pub dev: Dev,
+    /// The inode of its root, where the file system answers.
+    pub ino: u64,
     /// The device of a bind-mounted block device node.
     pub rdev: Option<Dev>,
     /// Whether it mounts a directory.
@@ -105,10 +108,27 @@ impl PathKind {
         Ok(Some(Self::Mount(Mounted {
             id: MountId::Classic(entry.id),
             dev: entry.dev,
+            ino: 0,
             rdev: None,
             directory: openat(CWD, &link, directory, Mode::empty()).is_ok(),
             shut_down: true,
         })))
+    }
+
+    /// The mount at the path, in the mount table, of a directory that its server has lost.
+    pub(super) fn stale(path: &Path) -> io::Result<Option<Self>> {
+        let all = table::list()?;
+        let topmost = all.iter().rev().find(|entry| entry.mount_point == path);
+        Ok(topmost.map(|entry| {
+            Self::Mount(Mounted {
+                id: MountId::Classic(entry.id),
+                dev: entry.dev,
+                ino: 0,
+                rdev: None,
+                directory: true,
+                shut_down: true,
+            })
+        }))
     }
 
     fn with_id(at: BorrowedFd<'_>, name: &OsStr, id: StatxFlags) -> Result<Self, Errno> {
@@ -131,6 +151,7 @@ impl PathKind {
                     major: stat.stx_dev_major,
                     minor: stat.stx_dev_minor,
                 },
+                ino: stat.stx_ino,
                 rdev,
                 directory: kind == FileType::Directory,
                 shut_down: false,

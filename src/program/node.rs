@@ -158,6 +158,15 @@ struct NodeOptions {
     /// without this option there are none.
     #[arg(long, env = "URING_CSI_INLINE_MAX_SIZE", value_name = "SIZE")]
     inline_max_size: Option<Size>,
+    /// How many seconds the unmount of an NFS directory waits for its server; then it ends,
+    /// and what is not written yet is written once the server is back.
+    #[arg(
+        long,
+        env = "URING_CSI_NFS_UNMOUNT_TIMEOUT",
+        default_value_t = 30,
+        value_name = "SECONDS"
+    )]
+    nfs_unmount_timeout: u32,
     /// Apply a pod's fsGroup in the driver (reports VOLUME_MOUNT_GROUP).
     #[arg(long, env = "URING_CSI_VOLUME_MOUNT_GROUP")]
     volume_mount_group: bool,
@@ -236,6 +245,7 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
             .inline_max_size
             .map(|size| size.bytes().unsigned_abs()),
         staging_dir: options.run_dir.join("staging"),
+        remote_unmount: Duration::from_secs(options.nfs_unmount_timeout.into()),
         gates,
     };
     let records = Records::open(&options.run_dir, &options.state_dir)?;

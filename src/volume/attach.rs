@@ -131,7 +131,9 @@ impl OnLane<'_> {
     ) -> Option<String> {
         let other = volumes.values().find(|other| {
             let is_same = |held: &Held| held.record.source.is_same(source);
-            other.id != self.volume.id && other.held().as_ref().is_some_and(is_same)
+            source.has_device()
+                && other.id != self.volume.id
+                && other.held().as_ref().is_some_and(is_same)
         });
         other.map(|other| other.id.clone())
     }

@@ -1,7 +1,7 @@
 //! Growth of a volume in use: the source, the device, the file system.
 
 use super::{
-    Outcome,
+    Outcome, Usage,
     context::{Context, OnLane},
     error::Cause,
     mounted,
@@ -59,12 +59,16 @@ fn refuse(record: &Record, spec: &Expand) -> Result<(), Cause> {
 }
 
 fn on_lane(cx: OnLane<'_>, record: &Record, spec: &Expand) -> Result<Outcome, Cause> {
-    let looks = || stats::usage(&cx.node.places, record, &spec.volume_path).is_ok();
-    if !is_staged_at(record, spec) && !cx.step("look", looks) {
-        return Err(Cause::NotFound(format!(
-            "it is not at {}",
-            spec.volume_path.display()
-        )));
+    let looks = || stats::usage(&cx.node.places, record, &spec.volume_path).ok();
+    if !is_staged_at(record, spec) {
+        let usage = cx.step("look", looks).ok_or_else(|| {
+            let at = spec.volume_path.display();
+            Cause::NotFound(format!("it is not at {at}"))
+        })?;
+        if let (false, Usage::Mounted { bytes, .. }) = (record.source.has_device(), usage) {
+            // Its server limits it, if anything does: there is nothing to grow here.
+            return Ok(Outcome::Size(spec.required.max(bytes.total)));
+        }
     }
     refuse(record, spec)?;
     let device = record.attached_device()?;

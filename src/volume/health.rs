@@ -140,9 +140,10 @@ impl Node {
         if let Some(record) = volume
             .record()
             .filter(|record| record.phase == Phase::Staged)
-            && let Some(device) = &record.device
         {
-            self.check_device(&record, device, &mut found);
+            if let Some(device) = &record.device {
+                self.check_device(&record, device, &mut found);
+            }
             if let Use::Mount { .. } = record.usage {
                 let health = self
                     .file_system_health(&volume.asked, &record, deadline)
@@ -152,8 +153,10 @@ impl Node {
                         Severity::Inaccessible,
                         ConditionReason::FileSystemStuck,
                         format!(
-                            "the file system at {} waits for its device",
-                            record.mount_point().display()
+                            "the file system at {} has waited {} s for {}",
+                            record.mount_point().display(),
+                            volume.asked.waits_for().as_secs(),
+                            record.waits_for()
                         ),
                     )]
                 }));
@@ -207,9 +210,6 @@ impl Node {
 
 /// The conditions of the file system at the staging path. On the volume's lane.
 pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<HealthCondition> {
-    let Some(device) = &record.device else {
-        return Vec::new();
-    };
     let mut found = Vec::new();
     let mount_point = record.mount_point();
     let path = mount_point.display();
@@ -218,7 +218,7 @@ pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<HealthCond
         Some((place, look))
     });
     match looked {
-        Some((place, PathKind::Mount(mounted))) if record.appears_at(device, &mounted) => {
+        Some((place, PathKind::Mount(mounted))) if record.appears_at(&mounted) => {
             if mounted.shut_down {
                 found.push(condition(
                     Severity::Inaccessible,
@@ -227,7 +227,8 @@ pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<HealthCond
                 ));
             } else if !record.read_only
                 && (place.is_read_only(&mounted).unwrap_or(false)
-                    || refuses_writes(record, device, &place))
+                    || (record.device.as_ref())
+                        .is_some_and(|device| refuses_writes(record, device, &place)))
             {
                 found.push(condition(
                     Severity::Degraded,
@@ -246,6 +247,7 @@ pub(super) fn of_file_system(places: &Places, record: &Record) -> Vec<HealthCond
         )),
     }
     if record.fs == Some(FsType::Ext4)
+        && let Some(device) = &record.device
         && let Ok(errors) = sysfs::ext4_errors(device.dev)
         && errors > 0
     {

@@ -193,10 +193,9 @@ pub(super) struct Targets {
 impl Targets {
     /// A target at which the volume still appears. Blocks.
     pub(super) fn live(&mut self, places: &Places, record: &Record) -> Option<PathBuf> {
-        let device = record.device.as_ref()?;
         let appears = |path: &PathBuf| match places.target(path) {
             Ok(place) => match place.kind() {
-                Ok(PathKind::Mount(mounted)) => record.appears_at(device, &mounted),
+                Ok(PathKind::Mount(mounted)) => record.appears_at(&mounted),
                 Ok(_) => false,
                 // An unreadable target is not proven gone.
                 Err(_) => true,
@@ -260,7 +259,7 @@ pub struct Listed {
     pub backend: &'static str,
     /// The device, once attached.
     pub device: Option<Device>,
-    /// ext4, xfs, btrfs or block.
+    /// ext4, xfs, btrfs, nfs or block.
     pub access: &'static str,
     /// Where it is staged.
     pub staging_path: PathBuf,
@@ -291,6 +290,7 @@ impl Node {
             device: record.and_then(|r| r.device.clone()),
             access: record.map_or("", |r| match (&r.usage, r.fs) {
                 (Use::Block, _) => "block",
+                (Use::Mount { .. }, _) if !r.source.has_device() => r.source.backend(),
                 (Use::Mount { .. }, fs) => fs.map_or("", FsType::as_str),
             }),
             staging_path: record.map(|r| r.staging_path.clone()).unwrap_or_default(),

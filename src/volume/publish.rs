@@ -47,12 +47,14 @@ pub(super) async fn publish(cx: Context<'_>, spec: &Publish) -> Result<Outcome, 
         )));
     }
     cx.refuse_nested(&spec.target_path, PathOf::Target)?;
-    let (device, options) = (record.attached_device()?, publish_options(&record, spec)?);
+    if record.source.has_device() {
+        let _: Device = record.attached_device()?;
+    }
+    let options = publish_options(&record, spec)?;
     let spec = spec.clone();
     cx.run_on_lane(move |cx| {
         let publishing = Publishing {
             cx,
-            device: &device,
             options: &options,
             spec: &spec,
             record: &record,
@@ -69,7 +71,6 @@ pub(super) async fn publish(cx: Context<'_>, spec: &Publish) -> Result<Outcome, 
 struct Publishing<'a> {
     cx: OnLane<'a>,
     record: &'a Record,
-    device: &'a Device,
     spec: &'a Publish,
     /// The capability's options that apply to the target.
     options: &'a MountOptions,
@@ -92,7 +93,7 @@ impl Publishing<'_> {
         let place = self.cx.node.places.target(&self.spec.target_path)?;
         let path = place.path().display();
         match place.kind().map_err(Cause::io(format!("look at {path}")))? {
-            PathKind::Mount(mounted) if self.record.appears_at(self.device, &mounted) => {
+            PathKind::Mount(mounted) if self.record.appears_at(&mounted) => {
                 self.refuse_other_access(&place, &mounted)?;
                 already("publish", Done::Already);
                 return Ok(Done::Already);
@@ -117,14 +118,15 @@ impl Publishing<'_> {
         match self.record.usage {
             Use::Mount { .. } => self.bind_mount(&place)?,
             Use::Block => {
-                if !self.record.source.is_still(self.device) {
+                let device = self.record.attached_device()?;
+                if !self.record.source.is_still(&device) {
                     return Err(Cause::precondition(format!(
                         "{} is not its device any more; unstage it and stage it again",
-                        self.device.node.display()
+                        device.node.display()
                     )));
                 }
-                self.set_writable()?;
-                bind_node(self.cx, self.device, &place, self.read_only)?;
+                self.set_writable(&device)?;
+                bind_node(self.cx, &device, &place, self.read_only)?;
             }
         }
         Ok(Done::Now)
@@ -228,22 +230,22 @@ impl Publishing<'_> {
         let failed = || Cause::io(format!("open {}", staging.path().display()));
         let opened = match staging.open() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::StaleNetworkFileHandle => {
+                return Err(shut_down(staging));
+            }
             opened => opened.map_err(failed())?,
         };
         let look = PathKind::of(opened.as_fd()).map_err(failed())?;
         match look {
             PathKind::Mount(mounted) if mounted.shut_down => Err(shut_down(staging)),
-            PathKind::Mount(mounted) if self.record.appears_at(self.device, &mounted) => {
-                Ok(Some(opened))
-            }
+            PathKind::Mount(mounted) if self.record.appears_at(&mounted) => Ok(Some(opened)),
             _ => Ok(None),
         }
     }
 
     /// A read-only bind of a device node does not stop a writer who opens it: the
     /// device itself has to refuse. It does so for all targets or for none.
-    fn set_writable(self) -> Result<(), Cause> {
-        let device = self.device;
+    fn set_writable(self, device: &Device) -> Result<(), Cause> {
         if device.read_only
             || sysfs::is_read_only(device.dev).map_err(Cause::io("read the device's state"))?
                 == self.read_only
@@ -266,7 +268,8 @@ impl Publishing<'_> {
         if !self.cx.node.config.block_lock || self.record.usage != Use::Block {
             return Ok(());
         }
-        let lock = || device::descriptor_lock::lock(self.device.dev, &self.spec.target_path);
+        let dev = self.record.attached_device()?.dev;
+        let lock = || device::descriptor_lock::lock(dev, &self.spec.target_path);
         already("lock", self.cx.step("lock", lock)?);
         Ok(())
     }

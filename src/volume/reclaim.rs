@@ -32,6 +32,8 @@ pub(super) async fn reclaim(cx: Context<'_>, spec: &Reclaim) -> Result<Outcome, 
 fn refuse(record: &Record) -> Result<(), Cause> {
     let why = if record.usage == Use::Block {
         "it is a raw block device, whose user alone knows which space is unused"
+    } else if !record.source.has_device() {
+        "its server has its file system, and returns the space that is unused"
     } else if record.read_only {
         "it is staged read-only"
     } else if record.mode.multi_node_writer() {
@@ -50,7 +52,7 @@ fn on_lane(cx: OnLane<'_>, record: &Record) -> Result<Outcome, Cause> {
         let place = cx.node.places.staging(&mount_point)?;
         let root = place.open().map_err(failed())?;
         match PathKind::of(root.as_fd()).map_err(failed())? {
-            PathKind::Mount(mounted) if record.appears_at(&device, &mounted) => Ok(root),
+            PathKind::Mount(mounted) if record.appears_at(&mounted) => Ok(root),
             _ => Err(Cause::NotFound(format!(
                 "it is not what is mounted at {}",
                 mount_point.display()

@@ -140,6 +140,13 @@ impl Inventory {
         let records = records.load(boot_id)?;
         let mounts = table::list()?;
         let index = Index::of(&mounts);
+        // Of several volumes that are the same directory, nothing tells whose a mount is.
+        let is_shared = |record: &Record| {
+            let is_same = |other: &&Record| other.source.is_same(&record.source);
+            records.iter().filter(is_same).count() > 1
+        };
+        let shared = records.iter().filter(|it| is_shared(it));
+        let shared: HashSet<_> = shared.map(|record| record.volume_id.clone()).collect();
         let mut inventory = Self {
             volumes: Vec::with_capacity(records.len()),
             orphans: Vec::new(),
@@ -152,12 +159,16 @@ impl Inventory {
                 // An inline volume that has outlived a reboot: its image is all
                 // that is left of it.
                 record.device = None;
-                record.root_dev = None;
+                (record.root_dev, record.root_ino) = (None, None);
                 record.phase = Phase::Unstaging;
             }
-            let targets = (record.device.as_ref())
-                .map(|device| targets(index.of_device(device), &record, device))
-                .unwrap_or_default();
+            let targets = match (&record.device, record.root_dev) {
+                (Some(device), _) => targets(index.of_device(device), &record, device),
+                (None, Some(dev)) if !shared.contains(&record.volume_id) => {
+                    remote_targets(index.of_dev(dev), &record)
+                }
+                (None, _) => BTreeMap::new(),
+            };
             if let Some(device) = &record.device {
                 backends.recover(&record.source, device, &record.volume_id);
             }
@@ -223,6 +234,11 @@ impl<'a> Index<'a> {
             }
         }
         index
+    }
+
+    /// Every mount of a superblock.
+    fn of_dev(&self, dev: Dev) -> impl Iterator<Item = &'a MountEntry> {
+        self.by_dev.get(&dev).into_iter().flatten().copied()
     }
 
     /// Every mount that may be one of the device; some twice.
@@ -327,6 +343,22 @@ fn targets<'a>(
                     read_only: entry.own_read_only,
                 },
             )
+        })
+        .collect()
+}
+
+/// The mounts of a source without a block device other than at its staging path.
+fn remote_targets<'a>(
+    mounts: impl Iterator<Item = &'a MountEntry>,
+    record: &Record,
+) -> BTreeMap<PathBuf, Target> {
+    mounts
+        .filter(|entry| entry.mount_point != record.mount_point())
+        .filter(|entry| record.source.is_mounted_as(entry))
+        .filter(|entry| !is_kubelets(&entry.mount_point, "volume-subpaths"))
+        .map(|entry| {
+            let read_only = entry.own_read_only;
+            (entry.mount_point.clone(), Target { read_only })
         })
         .collect()
 }
@@ -444,6 +476,7 @@ fn find(
         read_only: device.as_ref().is_some_and(|device| device.read_only),
         mode: AccessMode::SingleNodeWriter,
         root_dev: mounted.map(|mounted| mounted.dev),
+        root_ino: None,
         device,
         inline: None,
         found: true,

@@ -54,6 +54,10 @@ pub struct Record {
     /// `st_dev` of the files on the mounted file system: the device's number,
     /// but an anonymous one on btrfs.
     pub root_dev: Option<Dev>,
+    /// The inode of its mounted directory, where it has no device: volumes of one server
+    /// can have the same `root_dev`.
+    #[serde(default)]
+    pub root_ino: Option<u64>,
     /// An inline ephemeral volume: the target that its image dies with.
     pub inline: Option<PathBuf>,
     /// It was found staged without a record: how it was asked for is not known.
@@ -108,6 +112,7 @@ impl Record {
             mode: spec.mode,
             device: None,
             root_dev: None,
+            root_ino: None,
             inline: spec
                 .inline
                 .as_ref()
@@ -122,11 +127,27 @@ impl Record {
         spec::mount_point(&self.source, &self.staging_path, &self.volume_id)
     }
 
-    /// Whether the mount is this volume's, on its device.
-    pub fn appears_at(&self, device: &Device, mounted: &Mounted) -> bool {
-        match self.usage {
-            Use::Block => mounted.rdev == Some(device.dev),
-            Use::Mount { .. } => mounted.dev == self.root_dev.unwrap_or(device.dev),
+    /// What a look into its file system waits for.
+    pub fn waits_for(&self) -> &'static str {
+        if self.source.has_device() {
+            "its device"
+        } else {
+            "its server"
+        }
+    }
+
+    /// Whether the mount is this volume's, on its device if it has one. `false` before it
+    /// is attached.
+    pub fn appears_at(&self, mounted: &Mounted) -> bool {
+        match (&self.usage, &self.device) {
+            (Use::Block, device) => {
+                (device.as_ref()).is_some_and(|device| mounted.rdev == Some(device.dev))
+            }
+            (Use::Mount { .. }, Some(device)) => mounted.dev == self.root_dev.unwrap_or(device.dev),
+            (Use::Mount { .. }, None) => {
+                let is_root = |ino| mounted.shut_down || mounted.ino == ino;
+                self.root_dev == Some(mounted.dev) && self.root_ino.is_some_and(is_root)
+            }
         }
     }
 

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::error::Cause;
 use crate::{
     capability::{AccessMode, AccessType, Capability},
-    device::{Fencing, Source},
+    device::{self, Fencing, Source},
     fs::{FsType, UnsupportedFs, mkfs},
     mount::{
         options::MountOptions,
@@ -43,6 +43,9 @@ pub enum Use {
 
 impl Use {
     fn parse(access: &AccessType, context: &HashMap<String, String>) -> Result<Self, Cause> {
+        if let Some(remote) = Source::remote_file_system(context) {
+            return Self::of_remote(remote, access, context);
+        }
         let AccessType::Mount { fs_type, flags, .. } = access else {
             return Ok(Self::Block);
         };
@@ -59,6 +62,28 @@ impl Use {
         let options = MountOptions::parse(flags)?;
         options.refuse_unlisted(fs.map(FsType::as_str))?;
         Ok(Self::Mount { fs, options })
+    }
+
+    /// Of a source without a block device.
+    fn of_remote(
+        remote: &str,
+        access: &AccessType,
+        context: &HashMap<String, String>,
+    ) -> Result<Self, Cause> {
+        let invalid = |field, why| Err(Cause::Invalid { field, why });
+        let AccessType::Mount { fs_type, flags, .. } = access else {
+            let why = format!("a volume of {remote} has no block device; request a mount");
+            return invalid("volume_capability", why);
+        };
+        if !fs_type.is_empty() && !device::is_remote(fs_type) {
+            let why = format!("{fs_type:?} is not {remote}, which the volume is");
+            return invalid("volume_capability.mount.fs_type", why);
+        }
+        MountOptions::parse(flags)?.refuse_unlisted(Some(remote))?;
+        let of_context = Source::remote_options(context)?.to_string();
+        let all: Vec<_> = flags.iter().cloned().chain([of_context]).collect();
+        let options = MountOptions::parse(&all)?;
+        Ok(Self::Mount { fs: None, options })
     }
 
     /// Whether a volume in use like `self` satisfies a call that asks for `other`.

@@ -17,13 +17,14 @@ use super::{
     prepare::{self, OpenDevice, Prepared},
     publish,
     record::{Phase, Record},
+    remote,
     spec::{Stage, Use, mount_point},
     unstage::{self, forget},
 };
 use crate::{
     Done,
     admission::Permit,
-    device::{Attachment, Device, Fencing, ready},
+    device::{Attachment, Device, DeviceError, Fencing, ready},
     fs::{FsType, grow, probe::FsInfo},
     kernel::{Dev, sysfs},
     mount::{
@@ -108,7 +109,9 @@ fn look(cx: OnLane<'_>, spec: &mut Stage) -> Result<(SafePath, Before), Cause> {
     let is_mounted = matches!(kind, Ok(PathKind::Mount(_)) | Err(_));
     let before = Before {
         is_staged: staged.is_some_and(|record| is_still_there(record, kind.as_ref().ok())),
-        device: known_device(&place, is_mounted, record.as_ref(), &spec.usage),
+        device: (spec.source.has_device())
+            .then(|| known_device(&place, is_mounted, record.as_ref(), &spec.usage))
+            .flatten(),
         is_mounted,
     };
     Ok((place, before))
@@ -116,14 +119,9 @@ fn look(cx: OnLane<'_>, spec: &mut Stage) -> Result<(SafePath, Before), Cause> {
 
 /// Whether a staged volume is where its record says. Asks the kernel, not the device.
 fn is_still_there(record: &Record, found: Option<&PathKind>) -> bool {
-    let Some(device) = &record.device else {
-        return false;
-    };
-    match record.usage {
-        Use::Block if !record.mounts() => record.source.is_still(device),
-        _ => {
-            matches!(found, Some(PathKind::Mount(mounted)) if record.appears_at(device, mounted))
-        }
+    match &record.device {
+        Some(device) if !record.mounts() => record.source.is_still(device),
+        _ => matches!(found, Some(PathKind::Mount(mounted)) if record.appears_at(mounted)),
     }
 }
 
@@ -142,7 +140,7 @@ impl Staging<'_> {
         let mut record = Record::begin(&cx.volume.id, cx.node.backends.boot_id(), spec);
         if let Some(before) = &before {
             record.device.clone_from(&before.device);
-            record.root_dev = before.root_dev;
+            (record.root_dev, record.root_ino) = (before.root_dev, before.root_ino);
             record.fs = before.fs;
         }
         let mut is_mounted = true;
@@ -156,15 +154,25 @@ impl Staging<'_> {
                     return Err(cause);
                 }
                 is_mounted = known.is_mounted;
-                attach_source(cx, spec, purpose_of(spec), known).await
+                if spec.source.has_device() {
+                    let attaching = attach_source(cx, spec, purpose_of(spec), known);
+                    attaching.await.map(Some)
+                } else {
+                    Ok(None)
+                }
             }
             Err(cause) if before.is_none() => return Err(cause),
             Err(cause) => Err(cause),
         };
         let cause = match attached {
             Ok(attached) => {
-                record.device = Some(attached.device.clone());
-                match self.steps(&mut record, &attached, is_mounted).await {
+                let done = if let Some(attached) = attached {
+                    record.device = Some(attached.device.clone());
+                    self.steps(&mut record, &attached, is_mounted).await
+                } else {
+                    self.mount_remote(&mut record, is_mounted).await
+                };
+                match done {
                     Ok(()) => return Ok(()),
                     Err(cause) => cause,
                 }
@@ -236,6 +244,42 @@ impl Staging<'_> {
             self.bind_node(device)?;
         }
         layout::write_stage_file(cx, record)?;
+        record.phase = Phase::Staged;
+        cx.remember(record).await
+    }
+
+    /// Mounts a source without a block device; parameters as of [`Self::steps`].
+    async fn mount_remote(self, record: &mut Record, is_mounted: bool) -> Result<(), Cause> {
+        let Self { cx, spec } = self;
+        let Use::Mount { options, .. } = &spec.usage else {
+            return Err(DeviceError::NoDevice.into());
+        };
+        let found = if is_mounted {
+            self.at_place("look", |place| remote::mounted(&spec.source, place))?
+        } else {
+            None
+        };
+        let mounted = if let Some(mounted) = found {
+            already("mount", Done::Already);
+            mounted
+        } else {
+            let gate = &cx.node.config.gates.mount;
+            let _admission = cx.admit(gate, &spec.source).await?;
+            cx.step("mount", || {
+                let place = make_room(&cx.node.places, &self.mount_point())?;
+                let mounted = spec.source.mount(options, spec.read_only, &place);
+                mounted.map_err(Cause::Mount)
+            })?
+        };
+        (record.root_dev, record.root_ino) = (Some(mounted.dev), Some(mounted.ino));
+        if !spec.read_only {
+            if let Some(mode) = spec.source.root_mode() {
+                self.at_place("chmod", |place| remote::set_mode(place, mode))?;
+            }
+            if let Some(group) = spec.group {
+                self.at_place("chgrp", |place| mounted::own(place, group))?;
+            }
+        }
         record.phase = Phase::Staged;
         cx.remember(record).await
     }

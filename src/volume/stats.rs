@@ -35,7 +35,13 @@ use super::{
     record::Record,
     spec::Use,
 };
-use crate::{fs::FsType, hold_point, is_held, kernel::sysfs, mount::PathKind, ring};
+use crate::{
+    fs::FsType,
+    hold_point, is_held,
+    kernel::sysfs,
+    mount::{PathKind, bind},
+    ring,
+};
 
 /// How long a call waits for the file system.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
@@ -72,8 +78,8 @@ pub struct StatsRequests(Mutex<StatsState>);
 #[derive(Debug, Default)]
 struct StatsState {
     under_way: Option<StatsRequest>,
-    /// Its last answers, by where it was asked.
-    last: HashMap<PathBuf, Usage>,
+    /// Its last answers and their times, by where it was asked.
+    last: HashMap<PathBuf, (Usage, Instant)>,
 }
 
 impl StatsRequests {
@@ -81,11 +87,18 @@ impl StatsRequests {
     fn lock(&self) -> MutexGuard<'_, StatsState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// How long the question under way has waited.
+    pub(super) fn waits_for(&self) -> Duration {
+        let asked = self.lock();
+        let question = asked.under_way.as_ref();
+        question.map_or(Duration::ZERO, |question| question.begun.elapsed())
+    }
 }
 
 impl StatsState {
     fn answered(&mut self, path: PathBuf, usage: Usage) {
-        self.last.insert(path, usage);
+        self.last.insert(path, (usage, Instant::now()));
     }
 }
 
@@ -109,6 +122,7 @@ enum Told {
 #[derive(Clone, Debug)]
 struct StatsRequest {
     about: About,
+    begun: Instant,
     answer: Shared<oneshot::Receiver<Told>>,
 }
 
@@ -137,12 +151,20 @@ impl Node {
             return answer;
         }
         let last = volume.asked.lock().last.get(&path).copied();
-        last.ok_or_else(|| {
-            let what = format!("ask how full it is at {}", path.display());
-            let why = "its file system waits for its device";
-            let waits = io::Error::new(io::ErrorKind::TimedOut, why);
-            Arc::new(Cause::io(what)(waits).of(&volume_id))
-        })
+        if let Some((usage, at)) = last {
+            let (seconds, waits_for) = (at.elapsed().as_secs(), record.waits_for());
+            tracing::warn!(
+                volume_id,
+                path = %path.display(),
+                seconds,
+                "the file system waits for {waits_for}; these statistics are so many seconds old"
+            );
+            return Ok(usage);
+        }
+        let what = format!("ask how full it is at {}", path.display());
+        let why = format!("its file system waits for {}", record.waits_for());
+        let waits = io::Error::new(io::ErrorKind::TimedOut, why);
+        Err(Arc::new(Cause::io(what)(waits).of(&volume_id)))
     }
 
     /// The conditions of a mounted volume's file system; `None` if it does not answer in
@@ -200,6 +222,7 @@ impl Node {
         let (send, receive) = oneshot::channel();
         let question = StatsRequest {
             about: about.clone(),
+            begun: Instant::now(),
             answer: receive.shared(),
         };
         asked.under_way = Some(question.clone());
@@ -243,7 +266,11 @@ pub(super) fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usa
     let path = &mount_at(record, path);
     // Whatever keeps the path from being resolved, our mount is not there.
     let place = places.target(path).map_err(|_| gone(path))?;
-    let opened = place.open().map_err(|_| gone(path))?;
+    let mut opened = place.open().map_err(|_| gone(path))?;
+    if !record.source.has_device() {
+        // While its server does not answer, this call must not keep the mount busy.
+        opened = bind::detached(opened.as_fd()).map_err(Cause::io("clone the mount"))?;
+    }
     hold_point("statfs", &record.volume_id);
     usage_of(&opened, record, path)
 }
@@ -280,12 +307,12 @@ fn gone(path: &Path) -> Cause {
 
 /// The usage of the file system, or of the device, that is opened.
 fn usage_of(opened: &OwnedFd, record: &Record, path: &Path) -> Result<Usage, Cause> {
-    let device = record.device.as_ref().ok_or_else(|| gone(path))?;
     match PathKind::of(opened.as_fd()) {
-        Ok(PathKind::Mount(mounted)) if record.appears_at(device, &mounted) => {}
+        Ok(PathKind::Mount(mounted)) if record.appears_at(&mounted) => {}
         _ => return Err(gone(path)),
     }
     if record.usage == Use::Block {
+        let device = record.attached_device()?;
         let bytes = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
         return Ok(Usage::Block(bytes));
     }

@@ -15,6 +15,7 @@ use super::{
     nested::PathOf,
     places::{absent_is_none, at_target},
     record::Record,
+    remote,
     spec::Use,
     unstage,
 };
@@ -86,16 +87,17 @@ impl Unpublishing<'_> {
 
     /// Refuses any other mount at the target than the volume's.
     fn is_the_volume(self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
-        match self
-            .record
-            .and_then(|record| record.device.as_ref().map(|device| (record, device)))
-        {
-            Some((record, device)) if record.appears_at(device, mounted) => Ok(()),
-            Some(_) => Err(Cause::precondition(format!(
-                "something else is mounted at {}; unmount it first",
-                place.path().display()
-            ))),
-            None => self.is_its_device(place, mounted),
+        match self.record {
+            Some(record) if record.appears_at(mounted) => Ok(()),
+            Some(record) if record.device.is_some() || record.root_dev.is_some() => {
+                Err(Cause::precondition(format!(
+                    "something else is mounted at {}; unmount it first",
+                    place.path().display()
+                )))
+            }
+            // Another driver may have mounted it.
+            _ if remote::is_remote(place) => remote::refuse_others(self.cx, place),
+            _ => self.is_its_device(place, mounted),
         }
     }
 
@@ -125,7 +127,17 @@ impl Unpublishing<'_> {
     }
 
     fn unmount(self, place: &SafePath) -> Result<(), Cause> {
-        let unmount = || unmount::unmount(place);
+        let is_remote = match self.record {
+            Some(record) => !record.source.has_device(),
+            None => remote::is_remote(place),
+        };
+        let unmount = || {
+            if is_remote {
+                remote::unmount(self.cx, place)
+            } else {
+                unmount::unmount(place)
+            }
+        };
         already("unbind", self.cx.step("unbind", unmount)?);
         Ok(())
     }

@@ -10,11 +10,12 @@ use super::{
     places::{absent_is_none, at_staging},
     reconcile,
     record::{Phase, Record},
+    remote,
     spec::Use,
     unmake,
 };
 use crate::{
-    Detached,
+    Detached, Done,
     device::{
         Device, DeviceError,
         descriptor_lock::{self, Unlock},
@@ -53,6 +54,7 @@ fn refuse_elsewhere(record: &Record, staging_path: &Path) -> Result<(), Cause> {
 async fn on_lane(cx: OnLane<'_>, staging_path: PathBuf) -> Result<Outcome, Cause> {
     let record = match cx.volume.record() {
         Some(record) => record,
+        None if unmount_unknown(cx, &staging_path)? == Done::Now => return Ok(Outcome::Done),
         None => match reconcile::rebuild(cx, &staging_path)? {
             Some(record) => record,
             None => return Ok(Outcome::Done),
@@ -90,6 +92,9 @@ pub(super) async fn tear_down(cx: OnLane<'_>, record: &Record) -> Result<(), Cau
             // A dead device must be detached all the same.
             tracing::warn!(volume_id = cx.volume.id, error = %error_chain(&error), "cannot blank a partial format; see `uringctl format` if the volume is refused");
         }
+    }
+    if !record.source.has_device() {
+        unmount_remote(cx, &record)?;
     }
     detach(cx, &record).await?;
     forget(cx, &record).await
@@ -139,12 +144,53 @@ fn unmount(cx: OnLane<'_>, record: &Record, device: &Device) -> Result<(), Cause
     })
 }
 
+/// Unmounts the directory of a server that is mounted at the path without a record. It has
+/// no device to release.
+fn unmount_unknown(cx: OnLane<'_>, staging_path: &Path) -> Result<Done, Cause> {
+    cx.step("look", || {
+        let Some(place) = absent_is_none(cx.node.places.staging(staging_path))? else {
+            return Ok(Done::Already);
+        };
+        let look = place.kind();
+        let look = look.map_err(Cause::io(format!("look at {}", place.path().display())))?;
+        match look {
+            PathKind::Mount(_) if remote::is_remote(&place) => {
+                remote::refuse_others(cx, &place)?;
+                Ok(cx.step("unmount", || remote::unmount(cx, &place))?)
+            }
+            _ => Ok(Done::Already),
+        }
+    })
+}
+
+/// Unmounts a source without a block device where it is staged.
+fn unmount_remote(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
+    cx.step("look", || {
+        let Some(place) = absent_is_none(cx.node.places.staging(&record.mount_point()))? else {
+            return Ok(());
+        };
+        let look = place.kind();
+        let look = look.map_err(Cause::io(format!("look at {}", place.path().display())))?;
+        let PathKind::Mount(mounted) = look else {
+            return Ok(());
+        };
+        // An agent may have died between the mount and its record.
+        let is_its = record.appears_at(&mounted)
+            || record.root_dev.is_none() && remote::mounted(&record.source, &place)?.is_some();
+        if is_its {
+            let done = cx.step("unmount", || remote::unmount(cx, &place))?;
+            already("unmount", done);
+        }
+        Ok(())
+    })
+}
+
 /// Whether the volume is what is mounted where it is staged.
 fn is_mounted(record: &Record, place: &SafePath, device: &Device) -> Result<bool, Cause> {
     if record.usage == Use::Block {
         let look = place.kind();
         let look = look.map_err(Cause::io(format!("look at {}", place.path().display())))?;
-        return Ok(matches!(look, PathKind::Mount(mounted) if record.appears_at(device, &mounted)));
+        return Ok(matches!(look, PathKind::Mount(mounted) if record.appears_at(&mounted)));
     }
     let look = place.kind();
     let look = look.map_err(Cause::io(format!("look at {}", place.path().display())))?;

@@ -4,7 +4,7 @@
 set -euo pipefail
 
 missing=()
-for module in loop "nbd max_part=0" rbd dm_crypt fuse; do
+for module in loop "nbd max_part=0" rbd dm_crypt fuse nfsv4; do
   read -ra load <<<"$module"
   [[ -d /sys/module/${load[0]} ]] || modprobe -q "${load[@]}" || missing+=("${load[0]}")
 done

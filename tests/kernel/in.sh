@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# in.sh [COMMAND...]: runs a command on a kernel with nbd, rbd, dm_crypt, udevd and
+# in.sh [COMMAND...]: runs a command on a kernel with nbd, rbd, dm_crypt, nfs, udevd and
 # CAP_SYS_RESOURCE, which this machine's kernel may lack: User-Mode Linux, a kernel that
 # is a program (fetch.sh, boot.sh); with HOST_KERNEL=1 on this machine's kernel, which
 # must then have them all. Without a command it only fetches the kernel.

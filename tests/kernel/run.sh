@@ -16,7 +16,7 @@ passed_over() {
   ((code == 125)) || exit "$code"
   {
     echo "****"
-    echo "**** NOT TESTED, for the reason above: all that needs nbd, rbd, dm_crypt, udevd"
+    echo "**** NOT TESTED, for the reason above: all that needs nbd, rbd, dm_crypt, nfs, udevd"
     echo "**** or CAP_SYS_RESOURCE."
     echo "****"
   } >&2

@@ -25,6 +25,7 @@ mod limits;
 mod metrics;
 mod nbd;
 mod nbd_pool;
+mod nfs;
 mod node_rules;
 mod nodes;
 mod observability;

@@ -8,7 +8,7 @@ use super::*;
 use crate::fs::FsType;
 
 /// Values in claims, classes and PersistentVolumes: valid ones and attacks.
-const KEYS: [&str; 27] = [
+const KEYS: [&str; 30] = [
     "backend",
     "bogus",
     "clusterID",
@@ -32,8 +32,11 @@ const KEYS: [&str; 27] = [
     "preallocate",
     "requestTimeout",
     "sectorSize",
+    "server",
+    "share",
     "size",
     "socket",
+    "subDir",
     "storage.kubernetes.io/csiProvisionerIdentity",
     "uri",
 ];
@@ -91,10 +94,11 @@ fn hostile() -> impl Strategy<Value = Pairs> {
 
 /// The same, with the attributes that a static volume of that backend requires.
 fn hostile_volume() -> impl Strategy<Value = Pairs> {
-    let own: [&[(&str, &str)]; 4] = [
+    let own: [&[(&str, &str)]; 5] = [
         &[],
         &[("backend", "loop"), ("pool", "main"), ("image", "v.img")],
         &[("backend", "nbd"), ("uri", "nbd://h/v.img")],
+        &[("server", "h"), ("share", "/a"), ("subDir", "v")],
         &[
             ("clusterID", "c"),
             ("pool", "rbd"),
@@ -216,13 +220,14 @@ proptest! {
         let mut context: Pairs = class.context("i.img").into_iter().collect();
         let _ = context.insert("pool".to_owned(), "main".to_owned());
         let source = Source::parse(&context, "handle");
-        match source.expect("as the controller writes it") {
-            Source::Loop(image) => prop_assert_eq!(image.image, "i.img"),
+        let source = source.expect("as the controller writes it");
+        match &source {
+            Source::Loop(image) => prop_assert_eq!(&image.image, "i.img"),
             Source::Nbd(export) => {
                 let shown = export.to_string();
                 prop_assert!(shown.contains("i.img"), "{}", shown);
             }
-            Source::Rbd(image) => prop_assert!(false, "{}", image),
+            Source::Rbd(_) | Source::Nfs(_) => prop_assert!(false, "{}", source),
         }
         match Parsed::new(&mounted(Vec::new()), &context, false) {
             Err(error) => {

@@ -4,7 +4,7 @@
 //! it affects only this mount of the volume's own file system: it names no other device
 //! and no file, and does not turn an error of the file system into a failure of the node.
 //! To allow another, look it up in the kernel's source: `ext4_param_specs`,
-//! `xfs_fs_parameters`, `btrfs_fs_parameters`.
+//! `xfs_fs_parameters`, `btrfs_fs_parameters`, `nfs_fs_parameters`.
 //!
 //! In the lists `#` means digits and perhaps a unit, `%` a word without a slash, and
 //! brackets a value that may be left out.
@@ -176,11 +176,67 @@ const BTRFS: &[&str] = &[
     "user_subvol_rm_allowed",
 ];
 
-const FILE_SYSTEMS: [(&str, &[&str]); 3] = [("ext4", EXT4), ("xfs", XFS), ("btrfs", BTRFS)];
+const NFS: &[&str] = &[
+    "ac",
+    "acdirmax=#",
+    "acdirmin=#",
+    "acl",
+    "acregmax=#",
+    "acregmin=#",
+    "actimeo=#",
+    "cto",
+    "hard",
+    "intr",
+    "local_lock=all|flock|none|posix",
+    "lock",
+    "lookupcache=all|none|pos|positive",
+    "max_connect=#",
+    "minorversion=#",
+    "mountport=#",
+    "mountproto=tcp|tcp6|udp|udp6",
+    "mountvers=#",
+    "nconnect=#",
+    "nfsvers=3|4|4.0|4.1|4.2",
+    "noac",
+    "noacl",
+    "nocto",
+    "nointr",
+    "nolock",
+    "nordirplus",
+    "noresvport",
+    "nosharecache",
+    "nosoftreval",
+    "notrunkdiscovery",
+    "port=#",
+    "proto=rdma|tcp|tcp6|udp|udp6",
+    "rdirplus",
+    "rdma",
+    "resvport",
+    "retrans=#",
+    "rsize=#",
+    "sec=krb5|krb5i|krb5p|none|sys",
+    "sharecache",
+    "soft",
+    "softerr",
+    "softreval",
+    "tcp",
+    "timeo=#",
+    "trunkdiscovery",
+    "udp",
+    "vers=3|4|4.0|4.1|4.2",
+    "write=eager|lazy|wait",
+    "wsize=#",
+    "xprtsec=mtls|none|tls",
+];
+
+/// The file systems on a block device.
+const ON_DEVICES: [(&str, &[&str]); 3] = [("ext4", EXT4), ("xfs", XFS), ("btrfs", BTRFS)];
 
 /// Options that are refused with a reason of their own, as patterns.
 const REFUSED: &[(&str, &str)] = &[
     ("abort", "it shuts the file system down"),
+    ("addr", SERVER),
+    ("clientaddr", SERVER),
     ("degraded", "a volume is one device"),
     ("device", ELSEWHERE),
     (
@@ -191,6 +247,8 @@ const REFUSED: &[(&str, &str)] = &[
     ("journal_dev", ELSEWHERE),
     ("journal_path", ELSEWHERE),
     ("logdev", ELSEWHERE),
+    ("mountaddr", SERVER),
+    ("mounthost", SERVER),
     ("rtdev", ELSEWHERE),
     (
         "sb",
@@ -200,17 +258,19 @@ const REFUSED: &[(&str, &str)] = &[
     ("subvolid", PART),
 ];
 
+const SERVER: &str = "the volume names its server";
 const ELSEWHERE: &str = "it names another device of the node";
 const PART: &str = "a volume is mounted at its file system's root";
 
 impl MountOptions {
     /// Refuses each option of the superblock that is not allowed for this file system, or,
-    /// while the file system is unknown (`None`), for none of the three.
+    /// while the file system is unknown (`None`), for none of those on block devices.
     pub fn refuse_unlisted(&self, fs: Option<&str>) -> Result<(), MountOptionError> {
         self.fs_options().try_for_each(|option| {
-            let of_fs = FILE_SYSTEMS
-                .iter()
+            let remote = [("nfs", NFS)];
+            let of_fs = (ON_DEVICES.iter())
                 .filter(|(name, _)| fs.is_none_or(|fs| fs == *name))
+                .chain(remote.iter().filter(|(name, _)| fs == Some(*name)))
                 .flat_map(|(_, list)| *list);
             if ANY
                 .iter()

@@ -28,6 +28,7 @@ mod leaks;
 mod lifecycle;
 mod mirror;
 mod nbd;
+mod nfs;
 mod node;
 mod program_stubs;
 mod rbd;
@@ -41,7 +42,7 @@ mod supervisor;
 mod vault;
 mod volume;
 
-use std::{env, fmt::Debug, panic::resume_unwind, thread, time::Duration};
+use std::{env, fmt::Debug, net::TcpListener, panic::resume_unwind, thread, time::Duration};
 
 pub use agent::{Agent, Machine, program, request};
 pub use bare::{BareDevice, BareExport, BareImageFile, BareVolume};
@@ -62,6 +63,7 @@ pub use lifecycle::{
 };
 pub use mirror::{MirrorDaemon, mirror_pool};
 pub use nbd::{NbdServer, kernel_has_nbd, nbds_over};
+pub use nfs::{NfsServer, SHARE, can_use_nfs};
 pub use node::{Node, NodeSetup};
 pub use program_stubs::{InterruptedProgram, LUKS_FORMAT, MKFS, ProgramStub};
 pub use rbd::{
@@ -72,6 +74,7 @@ pub use replayer::Replayer;
 pub use resource_usage::{ResourceUsage, resident_kib};
 pub use rng::Rng;
 pub use sandbox::Sandbox;
+use skipped::skip_uninstalled;
 pub use skipped::{report_not_tested, skip_test};
 pub use stuck::{NoOthersHang, StuckFile, StuckTree};
 pub use supervisor::Supervisor;
@@ -109,6 +112,12 @@ pub fn story(body: impl AsyncFnOnce(&Sandbox) + Send) {
     if let Err(panic) = outcome {
         resume_unwind(panic);
     }
+}
+
+/// A TCP port that nothing listens on.
+fn free_port() -> u16 {
+    let free = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
+    free.expect("a free port").port()
 }
 
 /// Waits until `check` gives something; panics with `what` if that takes absurdly long.

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    net::{TcpListener, TcpStream},
+    net::TcpStream,
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -249,8 +249,7 @@ pub fn nbds_over(part: &str) -> Vec<String> {
 
 /// Another process may take it first.
 fn free_port() -> Address {
-    let free = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
-    Address::Tcp(free.expect("a free port").port())
+    Address::Tcp(super::free_port())
 }
 
 /// A socket that nothing else listens on.

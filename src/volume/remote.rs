@@ -1,0 +1,103 @@
+//! Sources without a block device: a server has their file system.
+//!
+//! While the server does not answer, looks at a mount wait for nothing (`STATX_DONT_SYNC`,
+//! `O_PATH`, the mount table), nor does an unmount, but for that of a superblock's last
+//! mount: it writes back what is not written yet, and ends the session with the server.
+
+use std::sync::mpsc::{self, RecvTimeoutError};
+
+use rustix::{
+    fd::AsFd as _,
+    fs::{Mode, OFlags, fchmod, fstat, openat},
+};
+
+use super::{context::OnLane, error::Cause, record::Held};
+use crate::{
+    Done,
+    device::{self, Source},
+    mount::{
+        Mounted, PathKind, bind,
+        path::SafePath,
+        table,
+        unmount::{self, UnmountError},
+    },
+};
+
+/// The source's mount at the place, for a mount without a record.
+pub(super) fn mounted(source: &Source, place: &SafePath) -> Result<Option<Mounted>, Cause> {
+    let failed = || Cause::io(format!("look at {}", place.path().display()));
+    let PathKind::Mount(mounted) = place.kind().map_err(failed())? else {
+        return Ok(None);
+    };
+    let opened = place.open().map_err(failed())?;
+    let entry = table::covering(opened.as_fd()).map_err(failed())?;
+    Ok(source.is_mounted_as(&entry).then_some(mounted))
+}
+
+/// Sets the permission bits of the mounted directory, if they differ.
+pub(super) fn set_mode(place: &SafePath, mode: u32) -> Result<(), Cause> {
+    let failed = || Cause::io(format!("set the mode of {}", place.path().display()));
+    let mode = Mode::from_raw_mode(mode);
+    let set = || {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = openat(place.open()?, ".", flags, Mode::empty())?;
+        if Mode::from_raw_mode(fstat(&root)?.st_mode) != mode {
+            fchmod(&root, mode)?;
+        }
+        Ok(())
+    };
+    set().map_err(failed())
+}
+
+/// Unmounts a directory of a server, which may have died. The place is free at once, since
+/// a detached mount keeps the superblock. Its end is that of the superblock, unless another
+/// mount has it: that is waited for, but not for ever.
+pub(super) fn unmount(cx: OnLane<'_>, place: &SafePath) -> Result<Done, UnmountError> {
+    // A directory that its server has lost cannot be opened, and has nothing to write.
+    let opened = place.open();
+    let kept = opened.and_then(|opened| bind::detached(opened.as_fd()));
+    let done = unmount::unmount(place)?;
+    let Ok(kept) = kept else {
+        return Ok(done);
+    };
+    let (ended, ends) = mpsc::channel::<()>();
+    let end = move || {
+        drop(kept);
+        drop(ended);
+    };
+    drop(cx.node.lanes.run(&cx.volume.id, "write-back", end));
+    let wait = cx.node.config.remote_unmount;
+    if ends.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {
+        tracing::warn!(
+            volume_id = cx.volume.id,
+            seconds = wait.as_secs(),
+            "unmounted, but the server does not answer: what it does not have yet is written once it is back"
+        );
+    }
+    Ok(done)
+}
+
+/// Refuses the mount of another volume, where a directory of a server is mounted that no
+/// record knows. It names no volume itself, and its unmount loses nothing.
+pub(super) fn refuse_others(cx: OnLane<'_>, place: &SafePath) -> Result<(), Cause> {
+    let path = place.path();
+    let has = |held: &Held| held.targets.contains_key(path) || held.record.mount_point() == path;
+    let volumes = cx.node.volumes();
+    let mut others = volumes.values().filter(|it| it.id != cx.volume.id);
+    match others.find(|it| it.held().as_ref().is_some_and(has)) {
+        None => Ok(()),
+        Some(other) => Err(Cause::precondition(format!(
+            "volume {} is mounted at {}",
+            other.id,
+            path.display()
+        ))),
+    }
+}
+
+/// Whether what is mounted at the place is a directory of a server.
+pub(super) fn is_remote(place: &SafePath) -> bool {
+    let at = place.path();
+    let all = table::list().unwrap_or_default();
+    let topmost = all.iter().rev().find(|it| it.mount_point == at);
+    topmost.is_some_and(|it| device::is_remote(&it.fs_type))
+}

@@ -1,0 +1,134 @@
+//! NFS servers that a story can kill and start again.
+
+use std::{
+    fs,
+    net::TcpStream,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+};
+
+use super::{Sandbox, Volume, eventually, free_port, run_err, skip_test, skip_uninstalled};
+
+/// Whether this kernel can mount directories of NFS servers, and a server is installed.
+/// Stories that need that are skipped elsewhere.
+pub fn can_use_nfs() -> bool {
+    if !Path::new("/sys/module/nfsv4").exists() {
+        skip_test("the kernel module nfsv4 is not loaded here");
+        return false;
+    }
+    if !Path::new("/usr/bin/ganesha.nfsd").exists() {
+        skip_uninstalled("nfs-ganesha is not installed");
+        return false;
+    }
+    true
+}
+
+/// The share of every server.
+pub const SHARE: &str = "/share";
+
+/// nfs-ganesha over one directory, by NFS 4.
+pub struct NfsServer {
+    dir: PathBuf,
+    port: u16,
+    process: Option<Child>,
+}
+
+impl NfsServer {
+    /// A server whose share is the directory of that name in the sandbox.
+    pub async fn start(sandbox: &Sandbox, name: &str) -> Self {
+        let dir = sandbox.dir().join(name);
+        fs::create_dir_all(dir.join("export")).expect("a directory");
+        fs::create_dir_all(dir.join("recovery")).expect("a directory");
+        let port = free_port();
+        let at = dir.display();
+        // A client takes servers of one owner for one server. One that starts again answers
+        // once its clients have had time to reclaim.
+        let config = format!(
+            "NFS_CORE_PARAM {{ NFS_Port = {port}; Protocols = 4; Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false; }}\n\
+             NFSV4 {{ Grace_Period = 4; Lease_Lifetime = 10; RecoveryBackend = fs; RecoveryRoot = {at}/recovery; Server_Owner = \"{at}\"; Server_Scope = \"{at}\"; }}\n\
+             NFS_KRB5 {{ Active_krb5 = false; }}\n\
+             EXPORT_DEFAULTS {{ Squash = No_Root_Squash; Access_Type = RW; SecType = sys; Protocols = 4; }}\n\
+             EXPORT {{ Export_Id = 1; Path = {at}/export; Pseudo = {SHARE}; FSAL {{ Name = VFS; }} }}\n"
+        );
+        fs::write(dir.join("ganesha.conf"), config).expect("a file");
+        let mut server = Self {
+            dir,
+            port,
+            process: None,
+        };
+        server.restart().await;
+        server
+    }
+
+    /// Another life after [`NfsServer::kill9`].
+    pub async fn restart(&mut self) {
+        self.spawn();
+        let port = self.port;
+        eventually("the server listens", async || {
+            TcpStream::connect(("127.0.0.1", port)).map(drop).ok()
+        })
+        .await;
+    }
+
+    fn spawn(&mut self) {
+        let file = |name| self.dir.join(name);
+        let child = Command::new("ganesha.nfsd")
+            .arg("-F")
+            .arg("-f")
+            .arg(file("ganesha.conf"))
+            .arg("-p")
+            .arg(file("pid"))
+            .arg("-L")
+            .arg(file("log"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("ganesha.nfsd");
+        self.process = Some(child);
+    }
+
+    /// As when its machine fails.
+    pub fn kill9(&mut self) {
+        if let Some(mut child) = self.process.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        let _ = fs::remove_file(self.dir.join("pid"));
+    }
+
+    /// The exported directory.
+    pub fn export(&self) -> PathBuf {
+        self.dir.join("export")
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The static volume over a directory of the share, made if missing.
+    pub fn volume(&self, handle: &str, sub_dir: &str) -> Volume {
+        fs::create_dir_all(self.export().join(sub_dir)).expect("a directory");
+        self.known_volume(handle, sub_dir)
+    }
+
+    /// The static volume over a directory of the share.
+    pub fn known_volume(&self, handle: &str, sub_dir: &str) -> Volume {
+        Volume::filesystem(handle, "")
+            .with("server", "127.0.0.1")
+            .with("share", SHARE)
+            .with("subDir", sub_dir)
+            .with("mountOptions", &format!("port={}", self.port))
+    }
+}
+
+impl Drop for NfsServer {
+    fn drop(&mut self) {
+        // A story that fails leaves mounts, whose unmount waits for a live server.
+        if self.process.is_none() {
+            self.spawn();
+        }
+        let _ = run_err(&["umount", "--lazy", "--all", "--types", "nfs,nfs4"]);
+        self.kill9();
+    }
+}
