@@ -59,6 +59,16 @@ impl Directory {
     pub fn server(&self) -> &str {
         &self.server
     }
+
+    /// The exported path, without slashes at its ends.
+    pub fn share(&self) -> &str {
+        &self.share
+    }
+
+    /// The path below the share, without slashes at its ends.
+    pub fn sub_dir(&self) -> &str {
+        &self.sub_dir
+    }
 }
 
 impl fmt::Display for Directory {

@@ -2,7 +2,8 @@
 //!
 //! The gRPC services call [`Stores`], which picks the store of a call and runs the call on
 //! a lane. A store is a synchronous [`Provisioner`]: [`images`] keeps volumes as raw image
-//! files in pools, [`rbd`] as images in Ceph clusters. This module does not know gRPC:
+//! files in pools, [`rbd`] as images in Ceph clusters, [`nfs`] as directories of NFS
+//! servers. This module does not know gRPC:
 //! requests are plain data, and `csi::status` makes a code of the
 //! [`Kind`](crate::Kind) of an [`ProvisionError`].
 
@@ -20,6 +21,7 @@ use crate::{Done, error_chain, secret::Secrets};
 mod copy;
 mod error;
 pub mod images;
+pub mod nfs;
 mod orphan;
 mod params;
 mod range;
@@ -310,7 +312,7 @@ const REPLICATES_NONE: &str = "image files are not replicated to another cluster
 
 const FENCES_NONE: &str = "image files are not behind a network that could be fenced";
 
-/// A store of volumes: image files, or images in Ceph clusters. Its calls block, so
+/// A store of volumes: image files, images in Ceph clusters, directories of NFS servers. Its calls block, so
 /// [`Stores`] runs them on lanes, those on one name or handle one after the other.
 /// Every call may be repeated and then has the same result.
 pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
@@ -320,6 +322,10 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     /// no node has, and shuts off networks. Does not block.
     fn has_clusters(&self) -> bool {
         false
+    }
+    /// Whether a volume that has grown has to grow on its node as well. Does not block.
+    fn grows_on_nodes(&self) -> bool {
+        true
     }
     /// Checks that it can be used; an error says why not.
     fn check(&self) -> Result<(), ProvisionError>;

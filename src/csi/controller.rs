@@ -216,14 +216,15 @@ impl Controller {
         if request.volume_capability.is_some() {
             validate::capability("volume_capability", request.volume_capability.as_ref())?;
         }
+        // The node has to expand the device over an image, and its file system.
+        let node_expansion_required = self.stores.grows_on_nodes(&request.volume_id);
         let bytes = self
             .stores
             .expand_volume(request.volume_id, range, request.secrets.into())
             .await?;
         Ok(wire::ControllerExpandVolumeResponse {
             capacity_bytes: signed(bytes),
-            // The node has to expand the device over the image, and its file system.
-            node_expansion_required: true,
+            node_expansion_required,
         })
     }
 

@@ -51,6 +51,7 @@ use crate::{
     provision::{
         ProvisionError, StoreKind, Stores,
         images::{Copies, ImageStore},
+        nfs::{NfsExport, NfsStore},
         rbd::{ObjectNames, Operators, PurgeTimes, QUIET_FOR, RbdStore, SecretDir, Settings},
     },
 };
@@ -58,7 +59,8 @@ use clap::{Args, Parser};
 use tonic::service::Routes;
 
 /// The uring-csi controller: creates, deletes, expands, snapshots and clones volumes in
-/// pools of image files and in Ceph clusters. Needs --pool, --ceph-config, or both.
+/// pools of image files, in Ceph clusters and on NFS servers. Needs at least one of --pool,
+/// --ceph-config and --nfs-export.
 #[derive(Debug, Parser)]
 #[command(
     version,
@@ -90,6 +92,16 @@ struct ControllerOptions {
     max_copies: usize,
     #[command(flatten)]
     clusters: CephStoreOptions,
+    /// A share of an NFS server and the directory where this controller has it,
+    /// SERVER:/SHARE=DIR[,mounted]; repeatable. With `mounted`, something must be mounted
+    /// there.
+    #[arg(
+        long,
+        env = "URING_CSI_NFS_EXPORT",
+        value_delimiter = ';',
+        value_name = "SERVER:/SHARE=DIR"
+    )]
+    nfs_export: Vec<NfsExport>,
     /// Report capabilities that are alpha in CSI 1.13 (GET_SNAPSHOT, GET_VOLUME_HEALTH,
     /// LIST_VOLUME_HEALTH); older sidecars do not know them.
     #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
@@ -213,8 +225,9 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     if let Some(id) = node_id {
         validate::node_id("--node-id", id).map_err(|status| status.message().to_owned())?;
     }
-    if options.pool.is_empty() && options.clusters.files.ceph_config.is_none() {
-        return Err("no storage is configured: give --pool or --ceph-config, or both".into());
+    let has_directories = !options.nfs_export.is_empty();
+    if options.pool.is_empty() && options.clusters.files.ceph_config.is_none() && !has_directories {
+        return Err(ProvisionError::NoBackend.into());
     }
     let pools = pools(options.pool, node_id)?;
     let sockets = Sockets::new(options.endpoint.clone(), options.plugin.csi_addons_endpoint)?;
@@ -246,7 +259,9 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     if let Some(rbd) = rbd.clone() {
         metrics.before_scrape(move || report_clusters(&rbd));
     }
-    let stores = Stores::new(images, rbd, &lanes);
+    let directories = NfsStore::new(options.nfs_export)?;
+    let directories = has_directories.then(|| Arc::new(directories));
+    let stores = Stores::new(images, rbd, directories, &lanes);
     let readiness = Readiness::default();
     // CSI's Probe: a missing pool may be mounted later, and needs no restart.
     let started = Readiness::default();

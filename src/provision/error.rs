@@ -87,6 +87,15 @@ pub enum ProvisionError {
         /// The missing option.
         option: &'static str,
     },
+    /// The controller was started without the share.
+    #[error(
+        "this controller does not serve share \"/{share}\" of server {server:?}; add it by --nfs-export"
+    )]
+    ShareNotGiven {
+        server: String,
+        /// Without its first slash.
+        share: String,
+    },
     /// Orphans of another store.
     #[error("{0} is not in a Ceph cluster, and only there are orphans found")]
     NoOrphans(String),
@@ -98,7 +107,9 @@ pub enum ProvisionError {
         after: Duration,
     },
     /// The controller was started without a store.
-    #[error("this controller was started without any storage; add --pool or --ceph-config")]
+    #[error(
+        "this controller was started without any storage; add --pool, --ceph-config or --nfs-export"
+    )]
     NoBackend,
     /// This node has no such local pool; another may.
     #[error("this node does not have the pool")]
@@ -253,6 +264,7 @@ impl ProvisionError {
             Self::Elsewhere(_)
             | Self::PoolNotGiven { .. }
             | Self::HandleOfNoBackend { .. }
+            | Self::ShareNotGiven { .. }
             | Self::NoBackend
             | Self::NoOrphans(_)
             | Self::LoopDevice { .. }

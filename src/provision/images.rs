@@ -217,7 +217,8 @@ impl Provisioner for ImageStore {
 }
 
 /// Refuses parameters where there are none.
-fn refuse_any(parameters: &HashMap<String, String>, known: &str) -> Result<(), ProvisionError> {
+/// Refuses all parameters, since there are only those that are `known`.
+pub fn refuse_any(parameters: &HashMap<String, String>, known: &str) -> Result<(), ProvisionError> {
     match parameters.keys().min() {
         None => Ok(()),
         Some(name) => Err(ProvisionError::UnknownParameter {

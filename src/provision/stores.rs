@@ -19,6 +19,7 @@ use super::{
     Page, ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release, Replicated,
     ReplicationChange, ReplicationInfo, SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse,
     images::ImageStore,
+    nfs::{self, NfsStore},
     rbd::RbdStore,
     reclaims::Reclaims,
     serialized::{Serialized, snapshot_named, volume_named},
@@ -39,6 +40,8 @@ pub struct Stores {
     images: Option<Serialized>,
     /// Images in Ceph clusters: `--ceph-config`.
     rbd: Option<Serialized>,
+    /// Directories of NFS servers: `--nfs-export`.
+    nfs: Option<Serialized>,
     reclaims: Reclaims,
 }
 
@@ -49,16 +52,19 @@ pub enum StoreKind {
     Images,
     /// Images in Ceph clusters.
     Rbd,
+    /// Directories of NFS servers.
+    Nfs,
 }
 
 impl StoreKind {
-    const ALL: [Self; 2] = [Self::Images, Self::Rbd];
+    const ALL: [Self; 3] = [Self::Images, Self::Rbd, Self::Nfs];
 
     /// The prefix of its listings' tokens.
     fn prefix(self) -> &'static str {
         match self {
             Self::Images => "images.",
             Self::Rbd => "rbd.",
+            Self::Nfs => "nfs.",
         }
     }
 
@@ -67,6 +73,7 @@ impl StoreKind {
         match self {
             Self::Images => "--pool",
             Self::Rbd => "--ceph-config",
+            Self::Nfs => "--nfs-export",
         }
     }
 
@@ -77,6 +84,7 @@ impl StoreKind {
         match handle {
             _ if is_of_a_pool => Some(Self::Images),
             _ if is_ceph_handle(handle) => Some(Self::Rbd),
+            _ if nfs::is_handle(handle) => Some(Self::Nfs),
             _ => None,
         }
     }
@@ -87,6 +95,7 @@ impl StoreKind {
             || parameters.get("backend").is_some_and(|name| name == "rbd");
         match parameters.len() {
             _ if is_rbd => Some(Self::Rbd),
+            _ if nfs::is_of_class(parameters) => Some(Self::Nfs),
             0 => None,
             _ => Some(Self::Images),
         }
@@ -95,11 +104,17 @@ impl StoreKind {
 
 impl Stores {
     /// Serves these stores; their calls run on `lanes`.
-    pub fn new(images: Option<Arc<ImageStore>>, rbd: Option<Arc<RbdStore>>, lanes: &Lanes) -> Self {
+    pub fn new(
+        images: Option<Arc<ImageStore>>,
+        rbd: Option<Arc<RbdStore>>,
+        nfs: Option<Arc<NfsStore>>,
+        lanes: &Lanes,
+    ) -> Self {
         let over = |store: Arc<dyn Provisioner>| Serialized::new(store, lanes.clone());
         Self {
             images: images.map(|store| over(store)),
             rbd: rbd.map(|store| over(store)),
+            nfs: nfs.map(|store| over(store)),
             reclaims: Reclaims::default(),
         }
     }
@@ -108,6 +123,7 @@ impl Stores {
         match backend {
             StoreKind::Images => self.images.as_ref(),
             StoreKind::Rbd => self.rbd.as_ref(),
+            StoreKind::Nfs => self.nfs.as_ref(),
         }
     }
 
@@ -122,8 +138,15 @@ impl Stores {
         first.map(|(_, it)| it).ok_or(ProvisionError::NoBackend)
     }
 
+    /// The kind of a handle. That of csi-driver-nfs' first releases looks like many others,
+    /// so it counts only where there are directories.
+    fn kind_of(&self, handle: &str) -> Option<StoreKind> {
+        let is_old = || self.nfs.is_some() && nfs::is_any_handle(handle);
+        StoreKind::of_handle(handle).or_else(|| is_old().then_some(StoreKind::Nfs))
+    }
+
     fn of_handle(&self, handle: &str) -> Result<&Serialized, ProvisionError> {
-        let Some(backend) = StoreKind::of_handle(handle) else {
+        let Some(backend) = self.kind_of(handle) else {
             return self.any();
         };
         self.get(backend)
@@ -145,6 +168,7 @@ impl Stores {
                 kind: match backend {
                     StoreKind::Images => "has no clusterID: it is for image files",
                     StoreKind::Rbd => "has a clusterID: it is for images in Ceph",
+                    StoreKind::Nfs => "has a server and a share: it is for directories of NFS",
                 },
                 option: backend.option(),
             })
@@ -229,6 +253,12 @@ impl Stores {
             modifies: able.iter().any(|one| one.modifies),
             publishes: able.iter().any(|one| one.publishes),
         }
+    }
+
+    /// [`Provisioner::grows_on_nodes`].
+    pub fn grows_on_nodes(&self, handle: &str) -> bool {
+        let store = self.of_handle(handle);
+        store.is_ok_and(|it| it.store.grows_on_nodes())
     }
 
     /// Whether a store's volumes are in clusters.
@@ -371,7 +401,7 @@ impl Stores {
         &self,
         new: PublishRequest,
     ) -> Result<BTreeMap<String, String>, ProvisionError> {
-        match StoreKind::of_handle(&new.handle) {
+        match self.kind_of(&new.handle) {
             None if new.context.is_empty() => Err(ProvisionError::NoVolume(new.handle)),
             None => Ok(BTreeMap::new()),
             Some(_) => {
@@ -392,8 +422,7 @@ impl Stores {
         within: Duration,
         secrets: Secrets,
     ) -> Result<(), ProvisionError> {
-        if StoreKind::of_handle(&handle).is_none()
-            || !self.of_handle(&handle)?.store.abilities().publishes
+        if self.kind_of(&handle).is_none() || !self.of_handle(&handle)?.store.abilities().publishes
         {
             return Ok(());
         }

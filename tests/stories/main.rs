@@ -26,6 +26,7 @@ mod metrics;
 mod nbd;
 mod nbd_pool;
 mod nfs;
+mod nfs_controller;
 mod node_rules;
 mod nodes;
 mod observability;

@@ -42,7 +42,7 @@ fn images_over(pools: &[(&str, &Path, Scope)], node_id: Option<&str>) -> Stores 
         BOOT.to_owned(),
         Copies::new(4, 1),
     );
-    Stores::new(Some(images.into()), None, &Lanes::new(2))
+    Stores::new(Some(images.into()), None, None, &Lanes::new(2))
 }
 
 fn pool(name: &str, dir: &Path, scope: Scope) -> Pool {

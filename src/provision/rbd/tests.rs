@@ -51,7 +51,7 @@ fn rbd_fencing(dir: &Path, fence_after: Option<Duration>) -> Stores {
         lock: Duration::from_secs(1),
     };
     let rbd = store_over(dir, fence_after, purge);
-    Stores::new(None, Some(rbd.into()), &Lanes::new(4))
+    Stores::new(None, Some(rbd.into()), None, &Lanes::new(4))
 }
 
 fn store_over(dir: &Path, fence_after: Option<Duration>, purge: PurgeTimes) -> RbdStore {

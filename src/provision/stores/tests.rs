@@ -18,7 +18,7 @@ fn over(dir: &std::path::Path) -> Stores {
     };
     let pools = Pools::new([pool]).unwrap();
     let images = ImageStore::new(pools, None, "boot".to_owned(), Copies::new(4, 1));
-    Stores::new(Some(images.into()), None, &Lanes::new(1))
+    Stores::new(Some(images.into()), None, None, &Lanes::new(1))
 }
 
 #[test]
@@ -28,6 +28,13 @@ fn a_handle_or_a_class_selects_its_store() {
     let snapshot = POOL_S.replace("vol.", "snap.");
     assert_eq!(StoreKind::of_handle(&snapshot), Some(StoreKind::Images));
     assert_eq!(StoreKind::of_handle("any"), None);
+    let directory = StoreKind::of_handle("srv#share#pvc-1##");
+    assert_eq!(directory, Some(StoreKind::Nfs));
+    assert_eq!(
+        StoreKind::of_handle("a/b/c"),
+        None,
+        "it may be any driver's"
+    );
     let class = |name: &str, value: &str| {
         StoreKind::of_class(&HashMap::from([(name.to_owned(), value.to_owned())]))
     };
@@ -35,6 +42,11 @@ fn a_handle_or_a_class_selects_its_store() {
     assert_eq!(class("backend", "rbd"), Some(StoreKind::Rbd));
     assert_eq!(class("backend", "nbd"), Some(StoreKind::Images));
     assert_eq!(class("pool", "main"), Some(StoreKind::Images));
+    assert_eq!(class("backend", "nfs"), Some(StoreKind::Nfs));
+    assert_eq!(class("server", "srv"), Some(StoreKind::Images));
+    let nfs = [("Server", "srv"), ("share", "/a")];
+    let nfs = nfs.map(|(key, value)| (key.to_owned(), value.to_owned()));
+    assert_eq!(StoreKind::of_class(&nfs.into()), Some(StoreKind::Nfs));
     assert_eq!(StoreKind::of_class(&HashMap::new()), None);
 }
 
@@ -57,7 +69,7 @@ async fn a_volume_of_an_absent_store_is_refused_not_reported_deleted() {
     };
     let refused = pools_alone.capacity(room).await.unwrap_err();
     assert_eq!(refused.kind(), Kind::Invalid);
-    let nothing = Stores::new(None, None, &Lanes::new(1));
+    let nothing = Stores::new(None, None, None, &Lanes::new(1));
     let refused = nothing.get_volume(POOL_S.to_owned()).await.unwrap_err();
     assert!(refused.to_string().contains("--pool"), "{refused}");
 }

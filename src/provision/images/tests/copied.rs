@@ -5,7 +5,7 @@ use super::*;
 fn over(dir: &Path, copies: &Copies) -> Stores {
     let pools = Pools::new([pool("main", dir, Scope::Shared)]).unwrap();
     let images = ImageStore::new(pools, None, BOOT.to_owned(), copies.clone());
-    Stores::new(Some(images.into()), None, &Lanes::new(2))
+    Stores::new(Some(images.into()), None, None, &Lanes::new(2))
 }
 
 /// A source with 6 MiB of data in 8 MiB, and a clone of it to be made.

@@ -249,7 +249,7 @@ async fn what_is_young_is_no_orphan() {
     let Some(home) = Home::new() else { return };
     let mut store = store_over(home.dir.path(), None, PurgeTimes::default());
     store.quiet_for = QUIET_FOR;
-    let young = Stores::new(None, Some(store.into()), &Lanes::new(4));
+    let young = Stores::new(None, Some(store.into()), None, &Lanes::new(4));
     let (uuid, other) = (Uuid::new_v4(), Uuid::new_v4());
     let image = format!("csi-vol-{uuid}");
     home.add_entry(uuid, &[("csi.volname", "left"), ("uring-csi.making", "1")]);

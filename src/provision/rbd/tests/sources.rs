@@ -109,7 +109,7 @@ async fn a_copy_that_ceph_csi_reserved_is_finished() {
         source: Some(origins.snapshot.clone()),
         ..origins.home.volume("begun", MIB)
     };
-    let store = Stores::new(None, Some(store.into()), &Lanes::new(4));
+    let store = Stores::new(None, Some(store.into()), None, &Lanes::new(4));
     let left = store.create_volume(new).await.unwrap_err();
     assert_eq!(left.kind(), ErrorKind::InUse, "{left}");
     assert!(left.to_string().contains(&image), "{left}");

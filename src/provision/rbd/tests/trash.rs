@@ -163,7 +163,7 @@ async fn a_repeated_delete_completes_interrupted_moves() {
     assert_eq!(home.images().len(), 2);
     // Its sweep leaves what was moved a moment ago alone.
     let rbd = store_over(home.dir.path(), None, PurgeTimes::default());
-    let stores = Stores::new(None, Some(rbd.into()), &Lanes::new(4));
+    let stores = Stores::new(None, Some(rbd.into()), None, &Lanes::new(4));
     let secrets = home.secrets();
     stores.delete_volume(made.handle, secrets).await.unwrap();
     assert_eq!(home.images(), [""; 0]);

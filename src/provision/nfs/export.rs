@@ -1,0 +1,280 @@
+//! A share as the controller reaches it: as a directory of its own machine.
+//!
+//! Nodes mount parts of it for writing, and a pod may put a symlink wherever it can write.
+//! So every path is walked below the directory without symlinks (openat2(2)), and each
+//! change is made by the descriptor of the parent.
+
+use std::{fs, io, os::fd::AsRawFd as _, path::PathBuf, str::FromStr};
+
+use rustix::{
+    fd::{AsFd as _, OwnedFd},
+    fs::{
+        AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags, StatVfs, StatxAttributes,
+        StatxFlags, fchmod, fstatvfs, mkdirat, openat, openat2, renameat_with, statx, unlinkat,
+    },
+    io::Errno,
+};
+
+use crate::{Done, nfs::Directory};
+
+/// `--nfs-export`: `SERVER:/SHARE=DIR[,mounted]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NfsExport {
+    /// The share that nodes mount.
+    pub share: Directory,
+    /// Where it is on this machine.
+    dir: PathBuf,
+    /// Whether the directory has to be a mount point.
+    mounted: bool,
+}
+
+/// How many parents of a removed directory are removed where they are empty.
+const MOST_PARENTS: usize = 10;
+
+const BELOW: ResolveFlags = ResolveFlags::BENEATH
+    .union(ResolveFlags::NO_SYMLINKS)
+    .union(ResolveFlags::NO_MAGICLINKS);
+
+impl FromStr for NfsExport {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let form = || format!("{text:?} is not SERVER:/SHARE=DIR[,mounted]");
+        let (remote, local) = text.split_once("=/").ok_or_else(form)?;
+        let (server, share) = remote.rsplit_once(":/").ok_or_else(form)?;
+        let (dir, mounted) = match local.split_once(',') {
+            None => (local, false),
+            Some((dir, "mounted")) => (dir, true),
+            Some(_) => return Err(form()),
+        };
+        Ok(Self {
+            share: Directory::new(server, share, "").map_err(|error| error.to_string())?,
+            dir: format!("/{dir}").into(),
+            mounted,
+        })
+    }
+}
+
+impl NfsExport {
+    /// Opens the share's directory.
+    pub fn open(&self) -> io::Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = openat(CWD, &self.dir, flags, Mode::empty())?;
+        if self.mounted {
+            let looked = statx(&root, "", AtFlags::EMPTY_PATH, StatxFlags::empty())?;
+            if !looked.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
+                let why = format!("nothing is mounted at {}", self.dir.display());
+                return Err(io::Error::new(io::ErrorKind::NotFound, why));
+            }
+        }
+        Ok(root)
+    }
+
+    /// The room of the share.
+    pub fn room(&self) -> io::Result<StatVfs> {
+        Ok(fstatvfs(self.open()?)?)
+    }
+
+    /// Whether the directory is there.
+    pub fn has(&self, sub_dir: &str) -> io::Result<bool> {
+        Ok(absent_is_none(walk(&self.open()?, sub_dir))?.is_some())
+    }
+
+    /// Makes the directory and those above it, where they are missing, with these
+    /// permission bits if any are given.
+    pub fn make(&self, sub_dir: &str, mode: Option<u32>) -> io::Result<()> {
+        let mut at = self.open()?;
+        for name in sub_dir.split('/') {
+            at = make_below(&at, name)?;
+        }
+        if let Some(mode) = mode {
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            let opened = openat(&at, ".", flags, Mode::empty())?;
+            fchmod(opened, Mode::from_raw_mode(mode))?;
+        }
+        Ok(())
+    }
+
+    /// Removes the directory with its content, and those above it that are empty then.
+    pub fn remove(&self, sub_dir: &str) -> io::Result<Done> {
+        let root = self.open()?;
+        let (parent, name) = split(sub_dir);
+        let Some(above) = absent_is_none(walk(&root, parent))? else {
+            return Ok(Done::Already);
+        };
+        let path = format!("/proc/self/fd/{}/{name}", above.as_raw_fd());
+        // Follows no symlink, neither here nor below.
+        match fs::remove_dir_all(path) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Done::Already),
+            Err(error) => return Err(error),
+        }
+        let mut path = parent;
+        for _ in 0..MOST_PARENTS {
+            if path.is_empty() {
+                break;
+            }
+            let (parent, name) = split(path);
+            match unlinkat(walk(&root, parent)?, name, AtFlags::REMOVEDIR) {
+                Ok(()) | Err(Errno::NOENT) => path = parent,
+                // Another volume's directory is in it.
+                Err(Errno::NOTEMPTY | Errno::EXIST) => break,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(Done::Now)
+    }
+
+    /// Renames the directory to `archived-…`, which must not be there.
+    pub fn archive(&self, sub_dir: &str) -> io::Result<Done> {
+        let root = self.open()?;
+        let (parent, name) = split(sub_dir);
+        let archived = format!("archived-{sub_dir}");
+        let (new_parent, new_name) = split(&archived);
+        let Some(above) = absent_is_none(walk(&root, parent))? else {
+            return Ok(Done::Already);
+        };
+        if absent_is_none(walk(&above, name))?.is_none() {
+            return Ok(Done::Already);
+        }
+        let mut new_above = root;
+        for part in new_parent.split('/').filter(|part| !part.is_empty()) {
+            new_above = make_below(&new_above, part)?;
+        }
+        if walk(&new_above, new_name).is_ok() {
+            let why = format!("{archived} is there already; move it away");
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
+        }
+        match renameat_with(&above, name, &new_above, new_name, RenameFlags::NOREPLACE) {
+            // NFS has no such rename; only this controller archives volumes.
+            Err(Errno::INVAL) => {
+                rustix::fs::renameat(&above, name, &new_above, new_name)?;
+            }
+            renamed => renamed?,
+        }
+        Ok(Done::Now)
+    }
+}
+
+/// The parent, empty for the share itself, and the last name.
+fn split(sub_dir: &str) -> (&str, &str) {
+    sub_dir.rsplit_once('/').unwrap_or(("", sub_dir))
+}
+
+/// The directory below `root`; an empty path is `root` itself.
+fn walk(root: &OwnedFd, path: &str) -> io::Result<OwnedFd> {
+    let path = if path.is_empty() { "." } else { path };
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok(openat2(root.as_fd(), path, flags, Mode::empty(), BELOW)?)
+}
+
+fn make_below(at: &OwnedFd, name: &str) -> io::Result<OwnedFd> {
+    match mkdirat(at, name, Mode::from_raw_mode(0o777)) {
+        Ok(()) | Err(Errno::EXIST) => walk(at, name),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn absent_is_none<T>(walked: io::Result<T>) -> io::Result<Option<T>> {
+    match walked {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        walked => walked.map(Some),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+
+    use super::*;
+
+    fn export(dir: &std::path::Path) -> NfsExport {
+        let text = format!("srv:/share={}", dir.display());
+        text.parse().expect("an export")
+    }
+
+    #[test]
+    fn an_export_is_a_share_and_a_directory() {
+        let parse = |text: &str| text.parse::<NfsExport>();
+        let export = parse("[fd00::1]:/a=b=/mnt/x,mounted").expect("an export");
+        assert_eq!(export.share.to_string(), "[fd00::1]:/a=b");
+        assert_eq!((export.dir, export.mounted), ("/mnt/x".into(), true));
+        for bad in [
+            "",
+            "srv:/a",
+            "srv=/mnt",
+            "srv:/a=mnt",
+            "srv:/a=/mnt,shared",
+            "a b:/a=/mnt",
+        ] {
+            parse(bad).expect_err(bad);
+        }
+    }
+
+    #[test]
+    fn directories_are_made_removed_and_archived() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let export = export(dir.path());
+        let at = |path: &str| dir.path().join(path);
+        for _ in 0..2 {
+            export.make("ns/a", Some(0o2750)).expect("made");
+            export.make("ns/b", None).expect("made");
+        }
+        let mode = at("ns/a").metadata().expect("there").permissions().mode();
+        assert_eq!(mode & 0o7777, 0o2750);
+        fs::create_dir(at("ns/a/sub")).expect("made");
+        fs::write(at("ns/a/sub/file"), "x").expect("written");
+        assert_eq!(export.remove("ns/a").expect("removed"), Done::Now);
+        assert_eq!(export.remove("ns/a").expect("removed"), Done::Already);
+        assert!(at("ns/b").exists() && !at("ns/a").exists());
+
+        fs::write(at("ns/b/file"), "x").expect("written");
+        assert_eq!(export.archive("ns/b").expect("archived"), Done::Now);
+        assert_eq!(export.archive("ns/b").expect("archived"), Done::Already);
+        assert_eq!(
+            fs::read_to_string(at("archived-ns/b/file")).expect("kept"),
+            "x"
+        );
+        export.make("ns/b", None).expect("made");
+        let error = export.archive("ns/b").expect_err("refused");
+        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+        assert!(export.has("ns/b").expect("looked") && !export.has("ns/c").expect("looked"));
+
+        assert_eq!(export.remove("ns/b").expect("removed"), Done::Now);
+        assert!(!at("ns").exists(), "an empty parent");
+        assert_eq!(export.remove("ns/b").expect("removed"), Done::Already);
+        assert!(dir.path().exists());
+    }
+
+    #[test]
+    fn a_symlink_of_a_pod_is_not_followed() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let outside = tempfile::tempdir().expect("a directory");
+        let kept = outside.path().join("kept");
+        fs::create_dir(&kept).expect("made");
+        fs::write(kept.join("file"), "x").expect("written");
+        symlink(outside.path(), dir.path().join("ns")).expect("linked");
+        symlink(&kept, dir.path().join("v")).expect("linked");
+        let export = export(dir.path());
+        export.make("ns/new", None).expect_err("a symlink");
+        export.remove("ns/kept").expect_err("a symlink");
+        export.archive("ns/kept").expect_err("a symlink");
+        export.make("v", Some(0o700)).expect_err("a symlink");
+        // Only the symlink itself.
+        let _ = export.remove("v");
+        export.make("w", None).expect("made");
+        symlink(&kept, dir.path().join("w/link")).expect("linked");
+        assert_eq!(export.remove("w").expect("removed"), Done::Now);
+        assert_eq!(fs::read_to_string(kept.join("file")).expect("kept"), "x");
+        assert_eq!(fs::read_dir(outside.path()).expect("read").count(), 1);
+    }
+
+    #[test]
+    fn a_directory_that_must_be_a_mount_is_not_used_without() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut export = export(dir.path());
+        export.mounted = true;
+        let error = export.make("v", None).expect_err("no mount");
+        assert!(error.to_string().contains("nothing is mounted"), "{error}");
+    }
+}
