@@ -28,6 +28,7 @@ OVERLAYS = [
     ("local-pools", ["inline", "snapshots", "pod-monitor"]),
     ("nbd", []),
     ("nbd", ["snapshots"]),
+    ("nfs", []),
     ("ceph", []),
     ("ceph", ["snapshots"]),
     ("ceph", ["rbd-nbd", "snapshots", "pod-monitor", "network-policy"]),
