@@ -73,7 +73,7 @@ impl NfsSource {
             return name == NFS;
         }
         let has = |key| !matches!(get(context, key), Ok(None));
-        has("server") && has("share")
+        has("server") && has("share") && context.get("clusterID").is_none()
     }
 
     /// Reads `server`, `share`, `subDir` and `mountPermissions`.

@@ -379,8 +379,8 @@ fn an_agent_killed_at_any_step_finishes_or_undoes() {
     nfs_story(async |sandbox| {
         let server = NfsServer::start(sandbox, "server").await;
         let node = Node::start(sandbox).await;
-        // By NFS 4.0: after a kill amid the last unmount, the next mount with sessions got
-        // EIO from nfs-ganesha 4.3 at first.
+        // By NFS 4.0, which has no sessions: where the kill interrupted a request of the
+        // kernel's, the next access to a mount with sessions got EIO, once.
         let mut made = 0;
         let source = |volume: &Volume| format!("127.0.0.1:{SHARE}/{}", volume.handle);
         let volume = || {
