@@ -96,7 +96,7 @@ impl NewDirectory {
             }
         };
         let handle = DirectoryHandle::new(directory, uuid, kept).ok_or_else(|| {
-            let why = "names the share itself, or there is a '#' in a path";
+            let why = "names the share itself, or there is a '#' in a path, or '..' in the name";
             bad("subDir", &sub_dir, why.to_owned())
         })?;
         let text = get("mountpermissions");

@@ -27,15 +27,17 @@ pub struct DirectoryHandle {
 pub struct BadHandle;
 
 impl DirectoryHandle {
-    /// The handle of a new volume. `None` where a `#` or the share itself could not be told
-    /// apart in it.
+    /// The handle of a new volume. `None` where it could not be read: for the share itself,
+    /// with a `#` in a part, or `..` in the name.
     pub fn new(directory: Directory, uuid: &str, on_delete: &str) -> Option<Self> {
         let parts = [directory.server(), directory.share(), directory.sub_dir()];
         let has_separator = parts
             .into_iter()
             .chain([uuid, on_delete])
             .any(|it| it.contains('#'));
-        let is_whole = !has_separator && !directory.sub_dir().is_empty();
+        // csi-driver-nfs reads no such handle.
+        let climbs = uuid.split(['/', '\\']).any(|part| part == "..");
+        let is_whole = !has_separator && !climbs && !directory.sub_dir().is_empty();
         is_whole.then(|| Self {
             directory,
             uuid: uuid.to_owned(),
@@ -126,6 +128,7 @@ mod tests {
             "srv#share#../x##",
             "srv#../share#x##",
             "srv#a#b#c#d#e",
+            "srv#a#b#..#",
         ] {
             assert!(text.parse::<DirectoryHandle>().is_err(), "{text}");
         }
