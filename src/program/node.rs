@@ -234,20 +234,7 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
     let gates = gates(&options)?;
     let listen = options.plugin.metrics_listen;
     let metrics = serve_metrics(listen, lanes.clone(), gates.clone(), readiness.clone())?;
-    let config = Config {
-        node_id: options.node_id.clone(),
-        driver_name: options.plugin.driver_name.clone(),
-        max_volumes: options.max_volumes,
-        block_lock: options.block_lock,
-        volume_mount_group: options.volume_mount_group,
-        alpha_capabilities: options.alpha_capabilities,
-        inline_max_bytes: options
-            .inline_max_size
-            .map(|size| size.bytes().unsigned_abs()),
-        staging_dir: options.run_dir.join("staging"),
-        remote_unmount: Duration::from_secs(options.nfs_unmount_timeout.into()),
-        gates,
-    };
+    let config = node_config(&options, gates);
     let records = Records::open(&options.run_dir, &options.state_dir)?;
     std::fs::create_dir_all(&config.staging_dir)?;
     let mut roots = vec![options.kubelet_dir.clone(), config.staging_dir.clone()];
@@ -327,6 +314,24 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
         "serving"
     );
     serve_until_shutdown(listeners, routes, addons, node).await
+}
+
+/// The node's settings.
+fn node_config(options: &NodeOptions, gates: Gates) -> Config {
+    Config {
+        node_id: options.node_id.clone(),
+        driver_name: options.plugin.driver_name.clone(),
+        max_volumes: options.max_volumes,
+        block_lock: options.block_lock,
+        volume_mount_group: options.volume_mount_group,
+        alpha_capabilities: options.alpha_capabilities,
+        inline_max_bytes: options
+            .inline_max_size
+            .map(|size| size.bytes().unsigned_abs()),
+        staging_dir: options.run_dir.join("staging"),
+        remote_unmount: Duration::from_secs(options.nfs_unmount_timeout.into()),
+        gates,
+    }
 }
 
 /// csi-addons' services.

@@ -16,7 +16,7 @@ impl Home {
         };
         let mut store = store_over(self.dir.path(), None, purge);
         store.names_of_objects = names;
-        self.rbd = Stores::new(None, Some(store.into()), &Lanes::new(4));
+        self.rbd = Stores::new(None, Some(store.into()), None, &Lanes::new(4));
         self
     }
 
