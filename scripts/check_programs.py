@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 # Words that are also names of programs.
-WORDS = {"file", "look", "node", "red", "time", "write"}
+WORDS = {"file", "look", "node", "rdma", "red", "time", "write"}
 # setup.sh installs curl and cargo if needed, docs/start.md make and git, and ip is busybox's.
 SEEN_TO = {"curl", "git", "ip", "make"}
 # Run if they are installed; otherwise the code prints that they are missing.
