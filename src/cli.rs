@@ -13,6 +13,7 @@ mod attach;
 mod bench;
 mod context;
 mod copies;
+mod doctor;
 mod error;
 mod flow;
 mod held;
@@ -135,6 +136,7 @@ enum Command {
     Stats(held::Stats),
     Health(held::Health),
     Info(about::Info),
+    Doctor(doctor::Doctor),
     Capabilities(about::Capabilities),
     Format(repair::Format),
     Release(repair::Release),
@@ -217,6 +219,11 @@ impl Cli {
             Command::Stats(it) => print(&it.run(context).await?, json),
             Command::Health(it) => print(&it.run(context).await?, json),
             Command::Info(it) => print(&it.run(context).await?, json),
+            Command::Doctor(it) => {
+                let answer = it.run(context).await?;
+                print(&answer, json)?;
+                answer.require_success()
+            }
             Command::Capabilities(it) => print(&it.run(context).await?, json),
             Command::Format(it) => print(&it.run(context).await?, json),
             Command::Release(it) => print(&it.run()?, json),

@@ -49,6 +49,9 @@ impl Agent {
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
+    /// `doctor` found what keeps the node agent from starting.
+    #[error("the node agent cannot run on this machine as it is: {0}")]
+    Unfit(String),
     /// The agent answered with an error.
     #[error("cannot {doing}: {}", message_of(.status))]
     Refused {
@@ -182,6 +185,7 @@ impl CliError {
             | Self::Declined
             | Self::Left(_)
             | Self::Claim(_)
+            | Self::Unfit(_)
             | Self::Io { .. } => 1,
             Self::NoSuchVolume(_) | Self::NotHeld(_) => 3,
             Self::Ambiguous { .. }

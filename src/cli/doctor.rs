@@ -1,0 +1,413 @@
+//! `doctor`: whether this machine has what the driver needs, and what to do where not.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use clap::Args;
+use rustix::process::{Resource, geteuid, getrlimit};
+use serde::Serialize;
+
+use super::{answer::Answer, context::Context, error::CliError};
+use crate::{error_chain, kernel::exec, proto::csi::ProbeRequest};
+
+/// Checks this machine: kernel, drivers, programs, mounts, agents
+#[derive(Args, Debug)]
+#[command(after_help = "\
+A state of `bad` keeps the node agent from starting, and the exit code is 1 then. `lacks`
+is about volumes of that kind alone. It changes nothing, and loads no modules.
+
+Examples:
+  uringctl doctor
+  uringctl doctor --kubelet-dir /var/snap/microk8s/common/var/lib/kubelet")]
+pub struct Doctor {
+    /// Kubelet's directory
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/kubelet")]
+    kubelet_dir: PathBuf,
+}
+
+/// All checks, in their order.
+#[derive(Debug, Serialize)]
+pub struct DoctorAnswer {
+    checks: Vec<Check>,
+}
+
+/// One property of the machine.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+struct Check {
+    name: String,
+    state: CheckState,
+    found: String,
+    /// Empty where there is nothing to do.
+    advice: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum CheckState {
+    Good,
+    /// Volumes of some kind do not work.
+    Lacks,
+    /// The node agent does not start.
+    Bad,
+}
+
+impl CheckState {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Good => "good",
+            Self::Lacks => "lacks",
+            Self::Bad => "bad",
+        }
+    }
+}
+
+impl Check {
+    fn good(name: impl Into<String>, found: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            state: CheckState::Good,
+            found: found.into(),
+            advice: String::new(),
+        }
+    }
+
+    fn lacks(name: impl Into<String>, found: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self {
+            state: CheckState::Lacks,
+            advice: advice.into(),
+            ..Self::good(name, found)
+        }
+    }
+
+    fn bad(name: impl Into<String>, found: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self {
+            state: CheckState::Bad,
+            ..Self::lacks(name, found, advice)
+        }
+    }
+}
+
+impl Doctor {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<DoctorAnswer, CliError> {
+        let machine = Machine::new(Path::new("/"));
+        let mut checks = vec![
+            machine.kernel(),
+            machine.io_uring(),
+            user(geteuid().is_root()),
+            descriptors(getrlimit(Resource::Nofile).maximum),
+        ];
+        checks.extend(
+            DRIVERS
+                .iter()
+                .map(|(driver, kind)| machine.driver(driver, kind)),
+        );
+        checks.extend(FILE_SYSTEMS.iter().map(|fs| machine.file_system(fs)));
+        checks.extend(PROGRAMS.iter().map(|program| machine.program(program)));
+        checks.push(machine.librbd());
+        checks.push(machine.propagation(&self.kubelet_dir));
+        checks.push(node_agent(context).await);
+        checks.push(controller(context).await);
+        Ok(DoctorAnswer { checks })
+    }
+}
+
+impl DoctorAnswer {
+    /// An error where the node agent would not start.
+    pub fn require_success(&self) -> Result<(), CliError> {
+        let bad = self
+            .checks
+            .iter()
+            .filter(|check| check.state == CheckState::Bad);
+        let names: Vec<_> = bad.map(|check| check.name.as_str()).collect();
+        if names.is_empty() {
+            return Ok(());
+        }
+        Err(CliError::Unfit(names.join(", ")))
+    }
+}
+
+impl Answer for DoctorAnswer {
+    /// A line for each check, and one below it where there is something to do.
+    fn text(&self) -> String {
+        let lines = self.checks.iter().map(|check| {
+            let (name, state) = (&check.name, check.state.as_str());
+            let line = format!("{state:6} {name:18} {}", check.found);
+            match check.advice.as_str() {
+                "" => line,
+                advice => format!("{line}\n{:6} {advice}", ""),
+            }
+        });
+        lines.collect::<Vec<_>>().join("\n")
+    }
+}
+
+/// Drivers of the kernel, and the volumes that need them.
+const DRIVERS: [(&str, &str); 4] = [
+    ("loop", "image files"),
+    ("nbd", "NBD exports and rbd-nbd"),
+    ("rbd", "Ceph images that rbd-nbd does not map"),
+    ("dm_crypt", "encrypted Ceph images"),
+];
+
+const FILE_SYSTEMS: [&str; 4] = ["ext4", "xfs", "btrfs", "nfs4"];
+
+/// A program that the node agent runs, its package in Debian, and its purpose.
+struct Program(&'static str, &'static str, &'static str);
+
+const PROGRAMS: [Program; 7] = [
+    Program("mkfs.ext4", "e2fsprogs", "formats ext4"),
+    Program("e2fsck", "e2fsprogs", "checks ext4"),
+    Program("mkfs.xfs", "xfsprogs", "formats XFS"),
+    Program("xfs_repair", "xfsprogs", "checks XFS"),
+    Program("mkfs.btrfs", "btrfs-progs", "formats Btrfs"),
+    Program(
+        "cryptsetup",
+        "cryptsetup-bin",
+        "opens encrypted Ceph images",
+    ),
+    Program("rbd-nbd", "rbd-nbd", "maps Ceph images that krbd cannot"),
+];
+
+/// Linux 5.14.
+const FLOOR: (u32, u32) = (5, 14);
+
+fn user(is_root: bool) -> Check {
+    if is_root {
+        return Check::good("user", "root");
+    }
+    Check::bad("user", "not root", "run it, and the node agent, as root")
+}
+
+/// `limit`: the hard one, to which the node agent raises its own; none: unlimited.
+fn descriptors(limit: Option<u64>) -> Check {
+    // A volume takes up to a dozen while it is staged.
+    const FEW: u64 = 4096;
+    match limit {
+        Some(limit) if limit < FEW => Check::lacks(
+            "descriptors",
+            format!("at most {limit}"),
+            "raise the hard limit of open files (ulimit -Hn, LimitNOFILE=) for hundreds of volumes",
+        ),
+        Some(limit) => Check::good("descriptors", format!("at most {limit}")),
+        None => Check::good("descriptors", "unlimited"),
+    }
+}
+
+/// The files of a machine that tell what it has.
+struct Machine {
+    root: PathBuf,
+    /// The kernel's release.
+    release: String,
+}
+
+impl Machine {
+    fn new(root: &Path) -> Self {
+        let release = fs::read_to_string(root.join("proc/sys/kernel/osrelease"));
+        Self {
+            root: root.to_owned(),
+            release: release.unwrap_or_default().trim().to_owned(),
+        }
+    }
+
+    fn read(&self, path: &str) -> String {
+        fs::read_to_string(self.root.join(path)).unwrap_or_default()
+    }
+
+    fn kernel(&self) -> Check {
+        let mut numbers = self.release.split(|byte: char| !byte.is_ascii_digit());
+        let mut next = || numbers.next().and_then(|part| part.parse().ok());
+        let found = format!("Linux {}", self.release);
+        match (next(), next()) {
+            (Some(major), Some(minor)) if (major, minor) >= FLOOR => Check::good("kernel", found),
+            _ => Check::bad("kernel", found, "boot Linux 5.14 or later"),
+        }
+    }
+
+    fn io_uring(&self) -> Check {
+        let name = "io_uring";
+        // Only 2 is for privileged programs as well
+        // (Documentation/admin-guide/sysctl/kernel.rst).
+        match self.read("proc/sys/kernel/io_uring_disabled").trim() {
+            "2" => Check::bad(
+                name,
+                "kernel.io_uring_disabled is 2",
+                "sysctl kernel.io_uring_disabled=0, and in /etc/sysctl.d",
+            ),
+            _ => Check::good(name, "not disabled"),
+        }
+    }
+
+    /// Whether the kernel has a module, loaded, built in, or to be loaded.
+    fn module(&self, name: &str) -> Option<&'static str> {
+        if self.root.join("sys/module").join(name).exists() {
+            return Some("loaded");
+        }
+        let lists = |list: &str| {
+            let text = self.read(&format!("lib/modules/{}/{list}", self.release));
+            text.lines().any(|line| {
+                let path = line.split(':').next().unwrap_or_default();
+                let file = path.rsplit('/').next().unwrap_or_default();
+                let module = file.split('.').next().unwrap_or_default();
+                !module.is_empty() && module.replace('-', "_") == name
+            })
+        };
+        if lists("modules.builtin") {
+            return Some("built in");
+        }
+        lists("modules.dep").then_some("a module, not loaded")
+    }
+
+    fn driver(&self, driver: &str, kind: &str) -> Check {
+        let name = format!("driver {driver}");
+        match self.module(driver) {
+            Some("a module, not loaded") => Check::lacks(
+                name,
+                "a module, not loaded",
+                format!("for {kind}: modprobe {driver}; the pods of deploy/ do that"),
+            ),
+            Some(found) => Check::good(name, found),
+            None => Check::lacks(
+                name,
+                "not there",
+                format!("for {kind}: boot a kernel that has it"),
+            ),
+        }
+    }
+
+    /// The kernel loads the module of a file system at the first mount.
+    fn file_system(&self, fs: &str) -> Check {
+        let name = format!("file system {fs}");
+        let known = self.read("proc/filesystems");
+        if known
+            .lines()
+            .any(|line| line.split_whitespace().last() == Some(fs))
+        {
+            return Check::good(name, "known to the kernel");
+        }
+        let module = if fs == "nfs4" { "nfsv4" } else { fs };
+        match self.module(module) {
+            Some(found) => Check::good(name, found),
+            None => Check::lacks(
+                name,
+                "not there",
+                "for volumes with it: boot a kernel that has it",
+            ),
+        }
+    }
+
+    fn program(&self, Program(program, package, purpose): &Program) -> Check {
+        let mut directories = exec::PATH.split(':').map(|dir| dir.trim_start_matches('/'));
+        let found = directories.find(|dir| self.root.join(dir).join(program).exists());
+        match found {
+            Some(dir) => Check::good(*program, format!("/{dir}")),
+            None => Check::lacks(
+                *program,
+                "not there",
+                format!("it {purpose}; install {package}, unless the agent runs in its image"),
+            ),
+        }
+    }
+
+    fn librbd(&self) -> Check {
+        const DIRECTORIES: [&str; 4] = [
+            "usr/lib/x86_64-linux-gnu",
+            "usr/lib/aarch64-linux-gnu",
+            "usr/lib64",
+            "usr/lib",
+        ];
+        let has = |dir: &&str| self.root.join(dir).join("librbd.so.1").exists();
+        match DIRECTORIES.into_iter().find(has) {
+            Some(dir) => Check::good("librbd", format!("/{dir}")),
+            None => Check::lacks(
+                "librbd",
+                "not there",
+                "for Ceph: install librbd1, unless agent and controller run in their images",
+            ),
+        }
+    }
+
+    /// Whether mounts below kubelet's directory reach containers: a mount of the agent in
+    /// its pod reaches kubelet, and kubelet's the pods.
+    fn propagation(&self, kubelet: &Path) -> Check {
+        let name = "mount propagation";
+        let path = kubelet.display();
+        if !self
+            .root
+            .join(kubelet.strip_prefix("/").unwrap_or(kubelet))
+            .is_dir()
+        {
+            return Check::lacks(
+                name,
+                format!("there is no {path}"),
+                "name kubelet's directory by --kubelet-dir; without kubelet there is none",
+            );
+        }
+        // proc_pid_mountinfo(5): id, parent, device, root, mount point, options, tags.
+        let mounts = self.read("proc/self/mountinfo");
+        let nearest = mounts
+            .lines()
+            .filter_map(|line| {
+                let mut fields = line.split(' ');
+                let point = PathBuf::from(fields.nth(4)?);
+                let tags = fields.skip(1).take_while(|tag| *tag != "-");
+                let shared = tags.into_iter().any(|tag| tag.starts_with("shared:"));
+                kubelet.starts_with(&point).then_some((point, shared))
+            })
+            // Of two mounts at one point the later one is on top.
+            .reduce(|best, next| {
+                let is_nearer = next.0.components().count() >= best.0.components().count();
+                if is_nearer { next } else { best }
+            });
+        match nearest {
+            Some((point, true)) => Check::good(name, format!("shared, at {}", point.display())),
+            Some((point, false)) => Check::bad(
+                name,
+                format!("private, at {}", point.display()),
+                format!("mount --make-rshared {}", point.display()),
+            ),
+            None => Check::lacks(name, "unknown", "/proc/self/mountinfo names no mount there"),
+        }
+    }
+}
+
+async fn node_agent(context: &Context) -> Check {
+    const NAME: &str = "node agent";
+    match context.agent_info().await {
+        Err(error) => Check::lacks(
+            NAME,
+            error_chain(&error),
+            "start it, or name its socket by --node-endpoint",
+        ),
+        Ok(info) if info.not_ready_because.is_empty() => {
+            Check::good(NAME, format!("ready, pools: {}", info.pools.join(" ")))
+        }
+        Ok(info) => Check::lacks(
+            NAME,
+            format!("not ready: {}", info.not_ready_because),
+            "mend that; it becomes ready by itself",
+        ),
+    }
+}
+
+async fn controller(context: &Context) -> Check {
+    const NAME: &str = "controller";
+    let probe = context.controller_identity(
+        "probe the controller",
+        ProbeRequest {},
+        async |mut client, request| client.probe(request).await,
+    );
+    match probe.await {
+        Ok(_) => Check::good(NAME, "answers"),
+        Err(error) => Check::lacks(
+            NAME,
+            error_chain(&error),
+            "none is needed on this machine, unless it has local pools; else start it, or name its socket by --controller-endpoint",
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests;
