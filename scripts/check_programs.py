@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 
 # Words that are also names of programs.
-WORDS = {"file", "look", "node", "rdma", "red", "time", "write"}
+WORDS = {"file", "groff", "look", "man", "node", "rdma", "red", "time", "write"}
 # setup.sh installs curl and cargo if needed, docs/start.md make and git, and ip is busybox's.
 SEEN_TO = {"curl", "git", "ip", "make"}
 # Run if they are installed; otherwise the code prints that they are missing.
-OPTIONAL = {"bao", "kubectl", "kustomize", "mmdebstrap", "perf", "prometheus", "promtool"}
+OPTIONAL = {"bao", "kubectl", "kustomize", "perf", "prometheus", "promtool"}
 
 ROOT = Path(__file__).parent.parent
 SHELL = ["Makefile", ".ci/run", *ROOT.glob("scripts/*.sh"), *ROOT.glob("tests/kernel/*.sh")]

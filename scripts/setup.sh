@@ -6,6 +6,7 @@
 #   build  a compiler and what the programs link
 #   demo   build, and what the demo of BACKEND (loop, nbd or rbd) runs
 #   run    demo, and the tools of all file systems
+#   images build, and what builds and runs images and the Debian package
 #   lint   test, and rustfmt, clippy, what builds and validates the manifests, Prometheus
 #   test   all of these packages; the default
 #
@@ -23,6 +24,8 @@ set -euo pipefail
   # User-Mode Linux, for kernels without the backend's driver.
   kernel=(busybox-static patchelf udev)
   run=(e2fsprogs btrfs-progs)
+  # qemu-user-static is for images of another architecture.
+  images=(buildah podman crun mmdebstrap qemu-user-static)
   # strace is for the benches, python3-venv for the manifests and OpenBao.
   test=(fdisk nfs-ganesha nfs-ganesha-vfs openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace)
 }
@@ -57,6 +60,7 @@ packages() {
   local groups=(build) group
   case $part in
     build) ;;
+    images) groups+=(images) ;;
     demo) groups+=(demo) ;;
     run) groups+=(demo run) ;;
     *) groups+=(demo nbd rbd kernel run test) ;;
