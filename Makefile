@@ -14,7 +14,7 @@ export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(UNPACKED)
 PYTHON := $(BIN_DIR)/../python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint monitoring book audit bench counts sizes deb check-deb clean
+.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint monitoring book audit bench counts sizes deb check-deb images clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -129,6 +129,11 @@ export UPDATE NAMES
 sizes: ## Build what the images carry, and compare its sizes with scripts/sizes.txt
 	@scripts/setup.sh build
 	nice scripts/sizes.sh
+
+# ARCH="amd64 arm64": for these architectures.
+images: ## Build the images without a registry, run them, print their sizes
+	@scripts/setup.sh images
+	nice scripts/images.sh $(ARCH)
 
 deb: ## Build the Debian package (needs cargo-deb): docs/systemd.md
 	@scripts/setup.sh build

@@ -3,7 +3,7 @@
 # target directory, apart from the machine's, and base images that need no registry.
 
 dir=$(realpath -m "${CARGO_TARGET_DIR:-target}")/images
-mkdir -p "$dir/tmp"
+mkdir -p "$dir"/{tmp,run}
 # Buildah keeps its cache of crates and of what cargo built there.
 export TMPDIR=$dir/tmp
 export CONTAINERS_STORAGE_CONF=$dir/storage.conf BUILDAH_ISOLATION=chroot
@@ -14,6 +14,14 @@ cat >"$CONTAINERS_STORAGE_CONF" <<TOML
 driver = "$driver"
 graphroot = "$dir/storage"
 runroot = "$dir/run"
+TOML
+export CONTAINERS_CONF=$dir/containers.conf
+cat >"$CONTAINERS_CONF" <<TOML
+[containers]
+# A limit takes a controller that some machines lack.
+pids_limit = 0
+[engine]
+tmp_dir = "$dir/run/libpod"
 TOML
 
 # shellcheck disable=SC2034 # read by those who source this
@@ -27,15 +35,24 @@ debian=docker.io/library/debian:bookworm-slim
 # Makes Debian's base image for an architecture where it is missing, and gives it the name
 # that the Containerfiles use.
 use_debian() {
-  local arch=$1 path slim=()
+  local arch=$1 path slim=() keep_nothing
   podman image exists "$debian-$arch" || {
     # What Debian's slim images leave out.
     for path in doc groff info linda lintian locale man; do
       slim+=(--dpkgopt="path-exclude=/usr/share/$path/*")
     done
     slim+=(--dpkgopt="path-include=/usr/share/doc/*/copyright")
+    # Nor does apt keep in them what it has downloaded.
+    keep_nothing='DPkg::Post-Invoke {"rm -f /var/cache/apt/archives/*.deb || true";};
+      Dir::Cache::pkgcache ""; Dir::Cache::srcpkgcache "";'
     echo "making the base image of $arch by mmdebstrap"
-    make_root bookworm "$dir/root.tar" --variant=minbase --architectures="$arch" "${slim[@]}"
+    # mmdebstrap takes usrmerge, which brings all of Perl, where Debian's images have
+    # usr-is-merged.
+    # shellcheck disable=SC2016 # for mmdebstrap's shell
+    make_root bookworm "$dir/root.tar" --variant=minbase --architectures="$arch" "${slim[@]}" \
+      --aptopt="$keep_nothing" \
+      --customize-hook='chroot "$1" apt-get install --yes usr-is-merged usrmerge-' \
+      --customize-hook='chroot "$1" apt-get purge --yes "^libperl5" "^perl-modules"'
     podman import --quiet --arch "$arch" --change CMD=bash "$dir/root.tar" "$debian-$arch"
     rm "$dir/root.tar"
   }
@@ -88,13 +105,14 @@ story() {
     . scripts/containers.sh
     mount --bind "$story" "$story"
     mount --make-shared "$story"
+    # The state of running containers, which ends with them.
+    mkdir -p /run/crun
+    for place in "$dir/run" /run/crun; do mount -t tmpfs tmpfs "$place"; done
+    # Those of a story that was killed.
+    podman rm --force --all >/dev/null 2>&1 || true
     # crun runs with either version of cgroups, not with both.
-    [[ $(stat --file-system --format %T /sys/fs/cgroup) == cgroup2fs ]] || {
-      umount --recursive /sys/fs/cgroup
-      mount -t cgroup2 cgroup2 /sys/fs/cgroup
-    }
+    ! mountpoint --quiet /sys/fs/cgroup/unified || umount /sys/fs/cgroup/unified
     "$1"' - "$2" || status=$?
-  podman rm --force --all >/dev/null
   local image device
   for image in "$story"/pool/*.img; do
     for device in $(losetup --noheadings --output NAME --associated "$image"); do

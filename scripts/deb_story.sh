@@ -11,11 +11,11 @@ show_logs() {
   inside systemctl --no-pager --failed || true
   inside journalctl --no-pager --lines=60 || podman logs machine | tail -n 40
 }
-trap '(($? == 0)) || show_logs' EXIT
+trap '(($? == 0)) || show_logs; podman rm --force --time=10 --all >/dev/null' EXIT
 
 # The volume is mounted in this machine's namespace of mounts, not in a unit's.
-podman run --detach --quiet --name machine --systemd=always --pids-limit=-1 --privileged --network=none \
-  --hostname=story --volume=/dev:/dev --volume="$deb:/uring-csi.deb:ro" \
+podman run --detach --quiet --name machine --systemd=always --privileged --network=none \
+  --hostname=story --volume=/dev:/dev --volume="${deb:?}:/uring-csi.deb:ro" \
   --volume="$story/pool:/srv/uring-csi" --volume="$story/mnt:/mnt:rshared" \
   localhost/debian-systemd /sbin/init --unit=basic.target >/dev/null
 booted() { inside systemctl is-system-running --wait | grep -qxE 'running|degraded'; }
@@ -61,4 +61,3 @@ for unit in "${units[@]}"; do
   [[ $(inside systemctl is-active "$unit") != active ]]
 done
 inside sh -c '! ls -d /etc/uring-csi /usr/share/uring-csi /usr/bin/uring* 2>/dev/null'
-podman rm --force --time=10 machine >/dev/null

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# images.sh [ARCH...]: builds the images of deploy/ for these architectures (dpkg's names;
+# by default this machine's), prints their sizes, and runs a volume's life in this
+# machine's ones (scripts/images_story.sh). No registry is needed: the base images are made
+# here, by mmdebstrap and of this machine's Rust toolchain, under the names that the
+# Containerfiles use, and only where they are missing.
+#
+# Run as root, with buildah, podman, crun, mmdebstrap and rustup; for another
+# architecture, with qemu-user-static. Images, base images and the build's cache stay
+# below target/images, apart from the machine's own.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/root.sh
+. scripts/containers.sh
+(($#)) || set -- "$native"
+rust=$(sed -n 's/^FROM .*\(docker.io.library.rust[^ ]*\).*/\1/p' deploy/Containerfile.node)
+
+# Debian with a compiler, and with the toolchain that builds this project here.
+make_rust() {
+  local toolchain context=$dir/rust
+  echo "making the base image $rust of Debian and this machine's toolchain"
+  toolchain=$(rustc --print sysroot)
+  rm -rf "$context"
+  mkdir -p "$context"/cargo/bin "$context/rustup/toolchains"
+  cp --dereference "$(command -v rustup)" "$context/cargo/bin/rustup"
+  for proxy in cargo rustc; do ln -s rustup "$context/cargo/bin/$proxy"; done
+  cp -a "$toolchain" "$context/rustup/toolchains/"
+  rm -rf "$context/rustup/toolchains/$(basename "$toolchain")/share"
+  # This machine's access to registries.
+  cp -rL /etc/ssl/certs "$context/certs"
+  buildah build --quiet --pull-never --tag "$rust" --file - "$context" <<END
+FROM $debian
+RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates gcc libc6-dev
+COPY certs /etc/ssl/certs
+COPY cargo /usr/local/cargo
+COPY rustup /usr/local/rustup
+ENV RUSTUP_HOME=/usr/local/rustup CARGO_HOME=/usr/local/cargo PATH=/usr/local/cargo/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+RUN rustup default $(basename "$toolchain") && cargo --version
+END
+  rm -rf "$context"
+}
+
+name_of() {
+  echo "localhost/uring-csi-$1:$version-$2"
+}
+
+build() {
+  local arch=$1 image=$2
+  # Debian 12's buildah does not set BUILDPLATFORM by itself.
+  buildah build --platform "linux/$arch" --build-arg "BUILDPLATFORM=linux/$native" \
+    --pull-never --file "deploy/Containerfile.$image" \
+    --label "org.opencontainers.image.version=$version" \
+    --label "org.opencontainers.image.revision=$(git rev-parse HEAD)" \
+    --tag "$(name_of "$image" "$arch")" .
+}
+
+# The build runs on this machine for every architecture.
+use_debian "$native"
+podman image exists "$rust" || make_rust
+for arch; do
+  use_debian "$arch"
+  for image in node controller holder nbd-server; do build "$arch" "$image"; done
+done
+
+printf '\n%-24s %-6s %9s\n' image "" MiB
+for arch; do
+  for image in node controller holder nbd-server; do
+    printf '%-24s %-6s %9.1f\n' "uring-csi-$image" "$arch" "$(
+      podman image inspect --format '{{.Size}}' "$(name_of "$image" "$arch")" |
+        awk '{ print $1 / 1048576 }'
+    )"
+  done
+done
+
+for arch; do
+  if [[ $arch == "$native" ]]; then
+    story images scripts/images_story.sh
+  else
+    # Under qemu-user there is no io_uring, and so no node agent.
+    echo "not run: the images for $arch, but for their programs' versions"
+    for image in node controller holder; do
+      podman run --rm --network=none "$(name_of "$image" "$arch")" --version
+    done
+  fi
+done
