@@ -14,7 +14,7 @@ export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(UNPACKED)
 PYTHON := $(BIN_DIR)/../python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint monitoring book audit bench counts sizes deb check-deb images clean
+.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint monitoring book audit bench counts sizes deb check-deb images sbom clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -135,7 +135,7 @@ images: ## Build the images without a registry, run them, print their sizes
 	@scripts/setup.sh images
 	nice scripts/images.sh $(ARCH)
 
-deb: ## Build the Debian package (needs cargo-deb): docs/systemd.md
+deb: ## Build the Debian package (needs cargo-deb, cargo-cyclonedx): docs/systemd.md
 	@scripts/setup.sh build
 	nice scripts/deb.sh
 
@@ -143,6 +143,9 @@ deb: ## Build the Debian package (needs cargo-deb): docs/systemd.md
 check-deb: ## Install the Debian package where systemd runs, and use it
 	@scripts/setup.sh images
 	scripts/deb_check.sh $(DEB)
+
+sbom: ## List the crates of the programs as CycloneDX (needs cargo-cyclonedx)
+	scripts/sbom.sh $(BIN_DIR)/../uring-csi.cdx.json
 
 clean: ## Remove build results
 	cargo clean

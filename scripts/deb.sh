@@ -14,4 +14,5 @@ scripts/dist.sh "$target/sizes" uring-csi-node uring-csi-controller uring-csi-ho
 for shell in bash zsh fish; do
   "$target/dist/uringctl" completions "$shell" >"$target/dist/uringctl.$shell"
 done
+scripts/sbom.sh "$target/dist/uring-csi.cdx.json"
 cargo deb --no-build
