@@ -51,7 +51,7 @@ use crate::{
     provision::{
         ProvisionError, StoreKind, Stores,
         images::{Copies, ImageStore},
-        nfs::{NfsExport, NfsStore},
+        nfs::{NfsExport, NfsStore, OnDelete},
         rbd::{ObjectNames, Operators, PurgeTimes, QUIET_FOR, RbdStore, SecretDir, Settings},
     },
 };
@@ -102,6 +102,15 @@ struct ControllerOptions {
         value_name = "SERVER:/SHARE=DIR"
     )]
     nfs_export: Vec<NfsExport>,
+    /// What a delete does with a directory whose handle does not say it: delete, retain or
+    /// archive; csi-driver-nfs' --default-ondelete-policy.
+    #[arg(
+        long,
+        env = "URING_CSI_NFS_ON_DELETE",
+        default_value = "delete",
+        value_name = "POLICY"
+    )]
+    nfs_on_delete: OnDelete,
     /// Report capabilities that are alpha in CSI 1.13 (GET_SNAPSHOT, GET_VOLUME_HEALTH,
     /// LIST_VOLUME_HEALTH); older sidecars do not know them.
     #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
@@ -259,7 +268,7 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     if let Some(rbd) = rbd.clone() {
         metrics.before_scrape(move || report_clusters(&rbd));
     }
-    let directories = NfsStore::new(options.nfs_export)?;
+    let directories = NfsStore::new(options.nfs_export, options.nfs_on_delete)?;
     let directories = has_directories.then(|| Arc::new(directories));
     let stores = Stores::new(images, rbd, directories, &lanes);
     let readiness = Readiness::default();

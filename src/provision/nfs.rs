@@ -13,9 +13,9 @@ use std::{
 use super::{
     Abilities, Capacity, CapacityRequest, ListEntry, ListRequest, NewSnapshot, NewVolume,
     ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo,
-    VolumeCondition, VolumeInfo, VolumeUse, images::refuse_any,
+    VolumeCondition, VolumeInfo, VolumeUse, images::refuse_any, serialized::KeyedMutex,
 };
-use crate::{nfs::Directory, secret::Secrets};
+use crate::{digest, nfs::Directory, secret::Secrets};
 
 mod class;
 mod export;
@@ -25,7 +25,9 @@ pub use class::is_ours as is_of_class;
 pub use export::NfsExport;
 pub use handle::is_ours as is_handle;
 
-use class::{NewDirectory, OnDelete};
+pub use class::OnDelete;
+
+use class::NewDirectory;
 use handle::DirectoryHandle;
 
 const NO_SNAPSHOTS: &str = "a directory of an NFS server has no snapshots";
@@ -42,11 +44,15 @@ pub fn is_any_handle(handle: &str) -> bool {
 #[derive(Debug)]
 pub struct NfsStore {
     exports: Vec<NfsExport>,
+    /// What a delete does where the handle does not say it.
+    on_delete: OnDelete,
+    /// Held while a directory is made or moved.
+    directories: KeyedMutex,
 }
 
 impl NfsStore {
     /// Over these shares, each given once.
-    pub fn new(exports: Vec<NfsExport>) -> Result<Self, String> {
+    pub fn new(exports: Vec<NfsExport>, on_delete: OnDelete) -> Result<Self, String> {
         for (at, export) in exports.iter().enumerate() {
             if exports[..at]
                 .iter()
@@ -55,7 +61,11 @@ impl NfsStore {
                 return Err(format!("--nfs-export: {} is given twice", export.share));
             }
         }
-        Ok(Self { exports })
+        Ok(Self {
+            exports,
+            on_delete,
+            directories: KeyedMutex::default(),
+        })
     }
 
     fn export(&self, directory: &Directory) -> Result<&NfsExport, ProvisionError> {
@@ -133,12 +143,16 @@ impl Provisioner for NfsStore {
         if let Some(why) = unsupported(&new.uses) {
             return Err(ProvisionError::UnsupportedUse(why));
         }
-        let made = NewDirectory::parse(&new.name, &new.parameters)?;
+        let mut made = NewDirectory::parse(&new.name, &new.parameters)?;
+        if made.handle.on_delete.is_empty() {
+            self.on_delete.word().clone_into(&mut made.handle.on_delete);
+        }
         if new.source.is_some() {
             return Err(ProvisionError::Unsupported(NO_COPIES));
         }
         let directory = &made.handle.directory;
         let export = self.export(directory)?;
+        let _directory = self.directories.lock_on_lane(&directory.to_string());
         let done = export.make(directory.sub_dir(), made.mode);
         done.map_err(failed("make", directory))?;
         Ok(volume(&made.handle, made.context))
@@ -151,9 +165,23 @@ impl Provisioner for NfsStore {
         };
         let directory = &parsed.directory;
         let sub_dir = directory.sub_dir();
-        let done = match OnDelete::parse(&parsed.on_delete) {
-            Some(OnDelete::Delete) => export.remove(sub_dir),
-            Some(OnDelete::Archive) => export.archive(sub_dir),
+        let on_delete = match parsed.on_delete.as_str() {
+            "" => Some(self.on_delete),
+            word => OnDelete::parse(word),
+        };
+        let done = match on_delete {
+            Some(OnDelete::Delete) => {
+                let aside = format!(".deleted-{}", digest::sha256_hex(handle));
+                let moved = {
+                    let _directory = self.directories.lock_on_lane(&directory.to_string());
+                    export.set_aside(sub_dir, &aside)
+                };
+                moved.and_then(|_| export.remove(&aside))
+            }
+            Some(OnDelete::Archive) => {
+                let _directory = self.directories.lock_on_lane(&directory.to_string());
+                export.archive(sub_dir)
+            }
             Some(OnDelete::Retain) => return Ok(()),
             None => {
                 return Err(ProvisionError::BadParameter {

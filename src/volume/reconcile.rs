@@ -165,7 +165,7 @@ impl Inventory {
             let targets = match (&record.device, record.root_dev) {
                 (Some(device), _) => targets(index.of_device(device), &record, device),
                 (None, Some(dev)) if !shared.contains(&record.volume_id) => {
-                    remote_targets(index.of_dev(dev), &record)
+                    remote_targets(index.of_dev(dev), &record, places)
                 }
                 (None, _) => BTreeMap::new(),
             };
@@ -351,10 +351,15 @@ fn targets<'a>(
 fn remote_targets<'a>(
     mounts: impl Iterator<Item = &'a MountEntry>,
     record: &Record,
+    places: &Places,
 ) -> BTreeMap<PathBuf, Target> {
+    let is_target = |path: &Path| matches!(absent_is_none(places.target(path)), Ok(Some(_)));
     mounts
         .filter(|entry| entry.mount_point != record.mount_point())
         .filter(|entry| record.source.is_mounted_as(entry))
+        // Of others: kubelet for its own volumes of NFS, and outside of this agent's paths.
+        .filter(|entry| !is_kubelets(&entry.mount_point, "kubernetes.io~nfs"))
+        .filter(|entry| is_target(&entry.mount_point))
         .filter(|entry| !is_kubelets(&entry.mount_point, "volume-subpaths"))
         .map(|entry| {
             let read_only = entry.own_read_only;

@@ -49,7 +49,9 @@ pub struct Vault {
     id: String,
     /// `http[s]://HOST[:PORT]`.
     address: String,
-    /// The namespace and the mount of the store.
+    /// The namespace of the store, which precedes its mount in paths; may be empty.
+    store_namespace: String,
+    /// The mount of the store.
     mount: String,
     version: Option<KvVersion>,
     /// The path of passphrases below the mount.
@@ -177,13 +179,10 @@ impl KeyService for Vault {
     ) -> Result<(), EncryptionError> {
         let mut session = self.session(secrets)?;
         let there = session.read(handle)?;
-        let stays = there
-            .passphrase
-            .as_ref()
-            .is_some_and(|kept| existing == Existing::Keep || kept.reveal() == passphrase.reveal());
-        if stays {
+        if there.passphrase.is_some() && existing == Existing::Keep {
             return Ok(());
         }
+        // Also if they are equal: a late write of another call fails then.
         session.write(handle, passphrase, there.version)
     }
 
@@ -304,13 +303,22 @@ impl Session<'_> {
             KvVersion::One => String::new(),
             KvVersion::Two => format!("{part}/"),
         };
-        let Vault { mount, folder, .. } = self.vault;
+        let Vault {
+            mount,
+            folder,
+            store_namespace,
+            ..
+        } = self.vault;
+        let namespace = match store_namespace.as_str() {
+            "" => String::new(),
+            namespace => format!("{}/", segments(namespace)),
+        };
         let folder = match folder.as_str() {
             "" => String::new(),
             folder => format!("{}/", segments(folder)),
         };
         Ok(format!(
-            "{}/{part}{folder}{}",
+            "{namespace}{}/{part}{folder}{}",
             segments(mount),
             segment(handle)
         ))

@@ -105,8 +105,14 @@ impl BoundCephImage<'_> {
         let queried = known.queried(&self.images.connections)?;
         let queried = queried.ok_or_else(|| unreadable(&known))?;
         let kms = self.kms(kms_id, Some(queried), volume_id)?;
-        if let Kms::Secret = kms {
-            return Err(CephImageError::OnePassphrase);
+        match kms {
+            Kms::Secret => return Err(CephImageError::OnePassphrase),
+            // The copy gets the new key slot only with the next mirror snapshot; until then
+            // the new passphrase would not open it after a fail-over.
+            Kms::Service(_) if queried.is_mirrored()? => {
+                return Err(CephImageError::KeyOfMirror);
+            }
+            Kms::Metadata(_) | Kms::Service(_) => {}
         }
         let store = |passphrase: &Secret| -> Result<(), CephImageError> {
             if let Some(sealed) = kms.store(secrets, volume_id, passphrase)? {

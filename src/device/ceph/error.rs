@@ -71,6 +71,11 @@ pub enum CephImageError {
         "its passphrase is the secret's, which other volumes have, too; only a KMS that gives each volume its own can rotate it (encryptionKMSID)"
     )]
     OnePassphrase,
+    /// The copy of a mirrored image has its key slots of an earlier moment.
+    #[error(
+        "its image is mirrored, and its copy would not open with a new passphrase until it has the new key slot; end the replication, rotate the key, and begin the replication again"
+    )]
+    KeyOfMirror,
     /// The volume's entry in the journal cannot be read.
     #[error(transparent)]
     Journal(#[from] JournalError),

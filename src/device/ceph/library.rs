@@ -157,6 +157,11 @@ impl QueriedImage {
         Ok(entry.unwrap_or_default().owner)
     }
 
+    /// Whether another cluster has a copy of it, or is to have one.
+    pub fn is_mirrored(&self) -> Result<bool, CephError> {
+        self.header.is_mirrored()
+    }
+
     /// Stores its own passphrase, sealed, in its metadata.
     pub fn set_sealed(&self, sealed: &str) -> Result<(), CephError> {
         self.open(OpenMode::ReadWrite)?

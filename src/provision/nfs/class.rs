@@ -1,6 +1,9 @@
 //! The parameters of a StorageClass, csi-driver-nfs'.
 
-use std::collections::{BTreeMap, HashMap};
+use std::{
+    collections::{BTreeMap, HashMap},
+    str::FromStr,
+};
 
 use super::handle::DirectoryHandle;
 use crate::{
@@ -39,7 +42,25 @@ pub enum OnDelete {
     Archive,
 }
 
+impl FromStr for OnDelete {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let known = Self::parse(text).filter(|_| !text.is_empty());
+        known.ok_or_else(|| "it is delete, retain or archive".to_owned())
+    }
+}
+
 impl OnDelete {
+    /// The word in a new handle; none for the default of csi-driver-nfs.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Delete => "",
+            Self::Retain => "retain",
+            Self::Archive => "archive",
+        }
+    }
+
     /// Parses the parameter, in any case; an empty one is the default.
     pub fn parse(text: &str) -> Option<Self> {
         match &text.to_ascii_lowercase()[..] {

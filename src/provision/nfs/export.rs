@@ -95,20 +95,19 @@ impl NfsExport {
         Ok(())
     }
 
-    /// Removes the directory with its content, and those above it that are empty then.
-    pub fn remove(&self, sub_dir: &str) -> io::Result<Done> {
+    /// Renames the directory to `aside`, in the share itself, and removes those above it
+    /// that are empty then. Nothing happens if an earlier call has set it aside: what has its
+    /// path by now is another volume's.
+    pub fn set_aside(&self, sub_dir: &str, aside: &str) -> io::Result<Done> {
         let root = self.open()?;
         let (parent, name) = split(sub_dir);
         let Some(above) = absent_is_none(walk(&root, parent))? else {
             return Ok(Done::Already);
         };
-        let path = format!("/proc/self/fd/{}/{name}", above.as_raw_fd());
-        // Follows no symlink, neither here nor below.
-        match fs::remove_dir_all(path) {
-            Ok(()) => {}
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Done::Already),
-            Err(error) => return Err(error),
+        if walk(&root, aside).is_ok() || absent_is_none(walk(&above, name))?.is_none() {
+            return Ok(Done::Already);
         }
+        rename(&above, name, &root, aside)?;
         let mut path = parent;
         for _ in 0..MOST_PARENTS {
             if path.is_empty() {
@@ -123,6 +122,18 @@ impl NfsExport {
             }
         }
         Ok(Done::Now)
+    }
+
+    /// Removes what was set aside, with its content.
+    pub fn remove(&self, aside: &str) -> io::Result<Done> {
+        let root = self.open()?;
+        // Follows no symlink, neither here nor below.
+        let path = format!("/proc/self/fd/{}/{aside}", root.as_raw_fd());
+        match fs::remove_dir_all(path) {
+            Ok(()) => Ok(Done::Now),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Done::Already),
+            Err(error) => Err(error),
+        }
     }
 
     /// Renames the directory to `archived-…`, which must not be there.
@@ -145,14 +156,17 @@ impl NfsExport {
             let why = format!("{archived} is there already; move it away");
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
         }
-        match renameat_with(&above, name, &new_above, new_name, RenameFlags::NOREPLACE) {
-            // NFS has no such rename; only this controller archives volumes.
-            Err(Errno::INVAL) => {
-                rustix::fs::renameat(&above, name, &new_above, new_name)?;
-            }
-            renamed => renamed?,
-        }
+        rename(&above, name, &new_above, new_name)?;
         Ok(Done::Now)
+    }
+}
+
+/// Renames a directory to a name that is not there.
+fn rename(from: &OwnedFd, name: &str, to: &OwnedFd, new_name: &str) -> io::Result<()> {
+    match renameat_with(from, name, to, new_name, RenameFlags::NOREPLACE) {
+        // NFS has no such rename; only this controller renames volumes.
+        Err(Errno::INVAL) => Ok(rustix::fs::renameat(from, name, to, new_name)?),
+        renamed => Ok(renamed?),
     }
 }
 
@@ -193,6 +207,33 @@ mod tests {
         text.parse().expect("an export")
     }
 
+    /// A whole removal; `Already` if there was nothing to set aside.
+    fn remove(export: &NfsExport, sub_dir: &str) -> io::Result<Done> {
+        let done = export.set_aside(sub_dir, ".deleted-x")?;
+        let _ = export.remove(".deleted-x")?;
+        Ok(done)
+    }
+
+    #[test]
+    fn what_has_the_path_of_a_removed_directory_is_kept() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let export = export(dir.path());
+        export.make("ns/a", None).expect("made");
+        fs::write(dir.path().join("ns/a/old"), "x").expect("written");
+        let moved = export.set_aside("ns/a", ".deleted-1").expect("set aside");
+        assert_eq!(moved, Done::Now);
+        // A new volume, while the old one's files are being removed.
+        export.make("ns/a", None).expect("made");
+        fs::write(dir.path().join("ns/a/new"), "x").expect("written");
+        let repeated = export.set_aside("ns/a", ".deleted-1").expect("looked");
+        assert_eq!(repeated, Done::Already);
+        assert_eq!(export.remove(".deleted-1").expect("removed"), Done::Now);
+        let left = fs::read_dir(dir.path().join("ns/a")).expect("read");
+        let left: Vec<_> = left.map(|one| one.expect("read").file_name()).collect();
+        assert_eq!(left, ["new"]);
+        assert_eq!(export.remove(".deleted-1").expect("removed"), Done::Already);
+    }
+
     #[test]
     fn an_export_is_a_share_and_a_directory() {
         let parse = |text: &str| text.parse::<NfsExport>();
@@ -224,8 +265,8 @@ mod tests {
         assert_eq!(mode & 0o7777, 0o2750);
         fs::create_dir(at("ns/a/sub")).expect("made");
         fs::write(at("ns/a/sub/file"), "x").expect("written");
-        assert_eq!(export.remove("ns/a").expect("removed"), Done::Now);
-        assert_eq!(export.remove("ns/a").expect("removed"), Done::Already);
+        assert_eq!(remove(&export, "ns/a").expect("removed"), Done::Now);
+        assert_eq!(remove(&export, "ns/a").expect("removed"), Done::Already);
         assert!(at("ns/b").exists() && !at("ns/a").exists());
 
         fs::write(at("ns/b/file"), "x").expect("written");
@@ -240,9 +281,9 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
         assert!(export.has("ns/b").expect("looked") && !export.has("ns/c").expect("looked"));
 
-        assert_eq!(export.remove("ns/b").expect("removed"), Done::Now);
+        assert_eq!(remove(&export, "ns/b").expect("removed"), Done::Now);
         assert!(!at("ns").exists(), "an empty parent");
-        assert_eq!(export.remove("ns/b").expect("removed"), Done::Already);
+        assert_eq!(remove(&export, "ns/b").expect("removed"), Done::Already);
         assert!(dir.path().exists());
     }
 
@@ -257,14 +298,14 @@ mod tests {
         symlink(&kept, dir.path().join("v")).expect("linked");
         let export = export(dir.path());
         export.make("ns/new", None).expect_err("a symlink");
-        export.remove("ns/kept").expect_err("a symlink");
+        remove(&export, "ns/kept").expect_err("a symlink");
         export.archive("ns/kept").expect_err("a symlink");
         export.make("v", Some(0o700)).expect_err("a symlink");
         // Only the symlink itself.
-        let _ = export.remove("v");
+        let _ = remove(&export, "v");
         export.make("w", None).expect("made");
         symlink(&kept, dir.path().join("w/link")).expect("linked");
-        assert_eq!(export.remove("w").expect("removed"), Done::Now);
+        assert_eq!(remove(&export, "w").expect("removed"), Done::Now);
         assert_eq!(fs::read_to_string(kept.join("file")).expect("kept"), "x");
         assert_eq!(fs::read_dir(outside.path()).expect("read").count(), 1);
     }

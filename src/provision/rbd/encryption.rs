@@ -145,18 +145,33 @@ impl PassphraseStore<'_> {
         Ok(())
     }
 
-    /// Stores the passphrase of the source for a copy, and copies the state.
+    /// The passphrase that opens the source of a copy, before it is copied.
+    pub fn of_source(
+        &self,
+        encryption: &Encryption,
+        source: Handled<'_>,
+    ) -> Result<Secret, RbdError> {
+        let metadata = source.1.metadata_list()?;
+        Ok(self.own(&self.kms(encryption)?, source.0, &metadata)?)
+    }
+
+    /// Stores the passphrase of the source for a copy, and copies the state. `before` is
+    /// that of before the copy, whose header has no other.
     pub fn copy(
         &self,
         kept: (&Encryption, &Encryption),
         source: Handled<'_>,
         copy: Handled<'_>,
+        before: Option<&Secret>,
     ) -> Result<(), RbdError> {
         let metadata = source.1.metadata_list()?;
         self.check_copy(kept, source.0, &metadata)?;
         let (from, to) = (self.kms(kept.0)?, self.kms(kept.1)?);
         if !matches!(to, Kms::Secret) {
             let own = self.own(&from, source.0, &metadata)?;
+            if before.is_some_and(|before| before.reveal() != own.reveal()) {
+                return Err(RbdError::KeyRotated(source.0.to_owned()));
+            }
             if let Some(sealed) = to.store(self.secrets, copy.0, &own)? {
                 copy.1.metadata_set(SEALED_KEY, &sealed)?;
             }

@@ -22,6 +22,9 @@ pub enum RbdError {
     /// A change of its mirroring goes on.
     #[error("image {image}: {why}; try again")]
     Resyncing { image: String, why: &'static str },
+    /// The passphrase of a copy's source was replaced meanwhile.
+    #[error("the key of volume {0} was rotated while it was copied; try again")]
+    KeyRotated(String),
     /// No other cluster has copied it yet.
     #[error("no other cluster has reported a complete copy of image {0} yet")]
     NotSynced(String),
@@ -283,6 +286,7 @@ impl RbdError {
             | Self::EncryptedOtherwise { .. }
             | Self::Migrated(_) => Kind::Precondition,
             Self::Flattening(_)
+            | Self::KeyRotated(_)
             | Self::Contended(_)
             | Self::Foreign { .. }
             | Self::StillAttached { .. } => Kind::InUse,

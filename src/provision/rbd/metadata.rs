@@ -20,6 +20,9 @@ const NAMES: [&str; 6] = [
     "csi.storage.k8s.io/volumesnapshot/namespace",
     "csi.storage.k8s.io/volumesnapshotcontent/name",
 ];
+/// ceph-csi's key of a demoted image: when it was created. The dot keeps it from being
+/// mirrored, so an image that a resync created anew lacks it.
+pub const CREATED: &str = ".rbd.image.creation_time";
 /// ceph-csi's key for the name of the Kubernetes cluster.
 const CLUSTER_NAME: &str = "csi.ceph.com/cluster/name";
 
@@ -63,7 +66,9 @@ pub fn set_metadata(
 /// The keys of a source's metadata that are foreign to its copies, each without a value.
 pub fn foreign(metadata: &BTreeMap<String, String>) -> Vec<(String, Option<String>)> {
     let is_foreign = |key: &&String| {
-        key.starts_with(KUBERNETES) || *key == CLUSTER_NAME || qos::is_of_limits(key)
+        key.starts_with(KUBERNETES)
+            || [CLUSTER_NAME, CREATED].contains(&key.as_str())
+            || qos::is_of_limits(key)
     };
     let keys = metadata.keys().filter(is_foreign);
     keys.map(|key| (key.clone(), None)).collect()

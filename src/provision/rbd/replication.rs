@@ -23,22 +23,19 @@ use super::{
     RbdStore,
     error::RbdError,
     found::{FoundImage, Recorded},
+    metadata::CREATED,
     volumes::refuse_if_used,
 };
 use crate::{
     ceph::{
         client::rbd::{
-            Image, MirrorMode, MirrorSite, MirrorSites, MirrorState, Mirroring, OpenMode,
+            Features, Image, MirrorMode, MirrorSite, MirrorSites, MirrorState, Mirroring, OpenMode,
             is_mirroring_on,
         },
         csi_format::journal::CreateState,
     },
     secret::Secrets,
 };
-
-/// ceph-csi's key of an image's metadata, of a demoted image: when the image was created. The
-/// dot keeps it from being mirrored, so an image that a resync created anew lacks it.
-const CREATED: &str = ".rbd.image.creation_time";
 
 impl RbdStore {
     /// Changes how the volume's image is mirrored.
@@ -82,12 +79,17 @@ impl RbdStore {
                 return Err(refused(found, why));
             }
             self.check_parent(found, &image, wanted)?;
-            drop(image);
             let mode = if wanted.by_journal {
+                // librbd would add the journal to an image that krbd writes, which keeps none.
+                if !image.features()?.contains(Features::JOURNALING) {
+                    let why = "it has no journal: mirror it by snapshots, or create volumes with imageFeatures that include journaling, and mounter rbd-nbd";
+                    return Err(refused(found, why.to_owned()));
+                }
                 MirrorMode::Journal
             } else {
                 MirrorMode::Snapshot
             };
+            drop(image);
             found.open(OpenMode::ReadWrite)?.mirror_enable(mode)?;
         }
         schedule(found, wanted)
@@ -132,7 +134,11 @@ impl RbdStore {
             .recorded
             .as_ref()
             .map(|recorded| &recorded.entry.image_id);
-        if image.mirroring()? == Mirroring::None && entered != Some(&image.id()?) {
+        // The daemon has created it, and is about to enter that it is a mirror.
+        if image.mirroring()? == Mirroring::None
+            && entered.is_some()
+            && entered != Some(&image.id()?)
+        {
             return Err(syncing(found, COPIED_ANEW));
         }
         expect(
@@ -253,9 +259,11 @@ fn demote(found: &FoundImage) -> Result<(), RbdError> {
     }
     // librbd does not see that krbd writes.
     refuse_if_used(found, &image)?;
-    let metadata = image.metadata_list()?;
-    if !metadata.contains_key(CREATED) {
-        image.metadata_set(CREATED, &shown_time(image.created()?))?;
+    let created = image.created()?;
+    // A clone may have its parent's.
+    let stored = image.metadata_list()?.remove(CREATED);
+    if stored.as_deref().and_then(parse_time) != Some(created) {
+        image.metadata_set(CREATED, &shown_time(created))?;
     }
     Ok(image.mirror_demote()?)
 }
@@ -364,7 +372,7 @@ fn info(sites: &MirrorSites) -> Option<ReplicationInfo> {
         None => (peer.description.as_str(), None),
     };
     let reported: Reported = reported.unwrap_or_default();
-    let synced = reported.local_snapshot_timestamp;
+    let synced = Duration::from_secs(reported.local_snapshot_timestamp?);
     let health = match (sites.own.is_up, peer.state) {
         (false, _) => ReplicationHealth::Degraded,
         (true, MirrorState::Error) => ReplicationHealth::Failed,
@@ -372,7 +380,7 @@ fn info(sites: &MirrorSites) -> Option<ReplicationInfo> {
         (true, _) => ReplicationHealth::Unknown,
     };
     Some(ReplicationInfo {
-        synced: Some(UNIX_EPOCH + Duration::from_secs(synced?)),
+        synced: Some(UNIX_EPOCH.checked_add(synced)?),
         took: reported.last_snapshot_sync_seconds.map(Duration::from_secs),
         bytes: reported.last_snapshot_bytes,
         health,

@@ -161,14 +161,22 @@ impl RbdStore {
         let pool = &volume.pool;
         let handle = handle_of(&volume.link, pool, attempt.reserved.uuid);
         if !entry.is_complete() {
+            let keeper = self.keeper(&new.secrets);
+            let encryption = Encryption::of_journal(entry)?;
+            let key = match &encryption {
+                Some(encryption) => {
+                    let source = volume.open(OpenMode::ReadOnly)?;
+                    Some(keeper.of_source(encryption, (&volume.handle, &source))?)
+                }
+                None => None,
+            };
             copies::snapshot_of(pool, &volume.image, &entry.image)?;
             self.name_objects(new, volume, entry)?;
-            if let Some(encryption) = Encryption::of_journal(entry)? {
+            if let Some(encryption) = encryption {
                 let source = volume.open(OpenMode::ReadOnly)?;
                 let image = Image::open(pool, &entry.image, OpenMode::ReadWrite)?;
-                let keeper = self.keeper(&new.secrets);
-                let kept = (&encryption, &encryption);
-                keeper.copy(kept, (&volume.handle, &source), (&handle, &image))?;
+                let (kept, from) = ((&encryption, &encryption), (&*volume.handle, &source));
+                keeper.copy(kept, from, (&handle, &image), key.as_ref())?;
             }
             attempt.complete(entry)?;
         }

@@ -146,9 +146,8 @@ impl VaultSection {
         Ok(Vault {
             id: lookup.id.to_owned(),
             address,
-            mount: format!("{}/{backend}", self.vault_namespace)
-                .trim_matches('/')
-                .to_owned(),
+            store_namespace: self.vault_namespace.trim_matches('/').to_owned(),
+            mount: backend.trim_matches('/').to_owned(),
             version,
             folder: folder.to_owned(),
             destroys: truth(lookup, "vaultDestroyKeys", &self.vault_destroy_keys)?,

@@ -14,13 +14,18 @@ use super::{
     },
     Creation, NewImage,
 };
-use crate::ceph::client::rbd::{self, Image, OpenMode};
+use crate::{
+    ceph::client::rbd::{self, Image, OpenMode},
+    secret::Secret,
+};
 
 /// The source of a copy.
 pub struct CopySource {
     found: FoundImage,
     bytes: u64,
     encryption: Option<Encryption>,
+    /// The passphrase before the copy.
+    key: Option<Secret>,
     /// The metadata that the copy must not have.
     foreign: Vec<(String, Option<String>)>,
 }
@@ -51,6 +56,11 @@ impl Creation<'_> {
         let bytes = image.size().map_err(RbdError::from)?;
         let metadata = image.metadata_list().map_err(RbdError::from)?;
         let encryption = self.encryption_of(&found, &metadata)?;
+        let keeper = store.keeper(&self.new.secrets);
+        let key = encryption
+            .as_ref()
+            .map(|it| keeper.of_source(it, (&found.handle, &image)));
+        let key = key.transpose()?;
         let flattener = &store.flattener;
         match &self.new.source {
             Some(ContentSource::Volume(_)) => {
@@ -63,6 +73,7 @@ impl Creation<'_> {
             found,
             bytes,
             encryption,
+            key,
             foreign: foreign(&metadata),
         }))
     }
@@ -186,7 +197,8 @@ impl Creation<'_> {
                 let source = origin.found.open(OpenMode::ReadOnly)?;
                 let from = origin.encryption.as_ref().unwrap_or(encryption);
                 let handle = origin.found.handle.as_str();
-                keeper.copy((from, encryption), (handle, &source), own)
+                let kept = (from, encryption);
+                keeper.copy(kept, (handle, &source), own, origin.key.as_ref())
             }
         }
     }
