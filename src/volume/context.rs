@@ -21,7 +21,7 @@ use super::{
     error::Cause,
     held::Volume,
     progress::{Progress, StepResult},
-    record::Record,
+    record::{Phase, Record},
 };
 use crate::{
     admission::{Entry, Gate, Permit},
@@ -43,6 +43,16 @@ pub(super) struct Context<'a> {
 pub(super) struct OnLane<'a>(Context<'a>);
 
 impl Context<'_> {
+    /// The record of the volume, which must be staged.
+    pub(super) fn staged(self) -> Result<Record, Cause> {
+        let record = self.volume.record();
+        let record = record
+            .filter(|record| record.phase == Phase::Staged)
+            .ok_or_else(|| Cause::NotFound("it is not staged on this node".to_owned()))?;
+        self.progress.backend(record.source.backend());
+        Ok(record)
+    }
+
     /// Fails unless the volume is staged or published at the path; an empty one says nothing.
     pub(super) fn expect_at(self, record: &Record, path: &Path) -> Result<(), Cause> {
         let held = self.volume.held();

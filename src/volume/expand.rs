@@ -5,7 +5,7 @@ use super::{
     context::{Context, OnLane},
     error::Cause,
     mounted,
-    record::{Phase, Record},
+    record::Record,
     spec::{Expand, Use},
     stats,
 };
@@ -13,12 +13,7 @@ use crate::kernel::sysfs;
 
 /// `NodeExpandVolume`. Answers with the device's size in bytes.
 pub(super) async fn expand(cx: Context<'_>, spec: &Expand) -> Result<Outcome, Cause> {
-    let record = cx
-        .volume
-        .record()
-        .filter(|record| record.phase == Phase::Staged)
-        .ok_or_else(|| Cause::NotFound("it is not staged on this node".to_owned()))?;
-    cx.progress.backend(record.source.backend());
+    let record = cx.staged()?;
     if is_staged_at(&record, spec) {
         refuse(&record, spec)?;
     }

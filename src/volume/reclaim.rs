@@ -7,7 +7,7 @@ use super::{
     Outcome,
     context::{Context, OnLane},
     error::Cause,
-    record::{Phase, Record},
+    record::Record,
     spec::{Reclaim, Use},
 };
 use crate::{fs::trim, kernel::sysfs, mount::PathKind};
@@ -15,12 +15,7 @@ use crate::{fs::trim, kernel::sysfs, mount::PathKind};
 /// csi-addons' `NodeReclaimSpace`. Answers with the space that the source took before and
 /// after, where that is known.
 pub(super) async fn reclaim(cx: Context<'_>, spec: &Reclaim) -> Result<Outcome, Cause> {
-    let record = cx
-        .volume
-        .record()
-        .filter(|record| record.phase == Phase::Staged)
-        .ok_or_else(|| Cause::NotFound("it is not staged on this node".to_owned()))?;
-    cx.progress.backend(record.source.backend());
+    let record = cx.staged()?;
     for path in [&spec.staging_path, &spec.volume_path] {
         cx.expect_at(&record, path)?;
     }

@@ -6,17 +6,12 @@ use super::{
     Outcome,
     context::{Context, OnLane},
     error::Cause,
-    record::{Phase, Record},
+    record::Record,
 };
 
 /// csi-addons' `EncryptionKeyRotate`.
 pub(super) async fn rotate_key(cx: Context<'_>, volume_path: &Path) -> Result<Outcome, Cause> {
-    let record = cx
-        .volume
-        .record()
-        .filter(|record| record.phase == Phase::Staged)
-        .ok_or_else(|| Cause::NotFound("it is not staged on this node".to_owned()))?;
-    cx.progress.backend(record.source.backend());
+    let record = cx.staged()?;
     cx.expect_at(&record, volume_path)?;
     // Two nodes that rotate at once would each remove the key of the other.
     if record.read_only || record.mode.multi_node() {
