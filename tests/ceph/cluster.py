@@ -86,6 +86,13 @@ mgr stats period = 1
 osd data = {dir}/osd
 osd objectstore = memstore
 memstore device bytes = 8589934592
+# By default a write in the middle of an object allocates all before it.
+memstore page set = true
+memstore page size = 16384
+# By default each placement group keeps 10000 entries, of 1 KiB, and 3000 requests.
+osd min pg log entries = 100
+osd max pg log entries = 200
+osd pg log dups tracked = 200
 # Debian's 18.2 has it without the leading slash.
 osd class dir = {classes}
 # Ended by SIGTERM, it writes its objects down, and another has them again.
@@ -95,6 +102,14 @@ osd snap trim sleep = 0.001
 osd delete sleep = 0.001
 osd recovery sleep = 0.001
 """
+
+
+# By default glibc keeps the memory of deleted objects: Debian's daemons use its allocator.
+MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "16384",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+}
 
 
 def new_key():
@@ -188,7 +203,9 @@ class Cluster:
         command = ["setpriv", "--pdeathsig", "KILL", f"ceph-{kind}", "-f"]
         command += ["-c", self.conf, "-i", name]
         with open(self.dir / f"{kind}.out", "ab") as out:
-            daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            daemon = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=os.environ | MALLOC
+            )
         self.daemons[kind, name] = daemon
         (self.dir / f"{kind}.pid").write_text(f"{daemon.pid}\n")
 

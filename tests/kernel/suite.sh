@@ -66,11 +66,10 @@ export longest=600
 [[ -z ${EVERY_FS:-} ]] || longest=1800
 [[ -z ${EVERY_STEP:-} ]] || longest=7200
 
-# How many tests may share a Ceph cluster. User-Mode Linux needs a host mapping for each
-# page of a process, and the host limits these to 65530 (vm.max_map_count). An OSD, with
-# its data in memory, uses 20000 after four minutes; after twelve, the host refused a
-# process more, and the cluster hung. On a machine under load the same tests take that long.
-together=40
+# How many tests may share a Ceph cluster. User-Mode Linux needs host mappings for the pages
+# of a process, and the host limits these to 65530 (vm.max_map_count): beyond that an OSD,
+# with its data in memory, hangs. The memory of one grows with every test.
+together=20
 
 # Waits for the end of the tests' shared cluster, which no test uses any more. On the
 # machine's own kernel others may run.

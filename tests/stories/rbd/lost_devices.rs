@@ -3,14 +3,11 @@
 use std::{fs, path::Path};
 
 use testkit::{
-    Ceph, Content, Node, Volume, ceph_story, files_below, rbds_of, rbds_over, refused, run, story,
+    Ceph, Content, Node, Volume, ceph_story, files_below, rbds_of, rbds_over, refused, story,
+    unmap_by_rbd,
 };
 
 use super::{assert_nothing_staged, write_or_check};
-
-fn unmap(device: &Path) {
-    run(&["rbd", "unmap", "-o", "noudev", device.to_str().unwrap()]);
-}
 
 /// Maps an image at this device, whose number was just freed; false if another story has
 /// the number now. The driver gives an image the lowest free number.
@@ -32,7 +29,7 @@ fn map_as(ceph: &Ceph, volume: &Volume, device: &Path) -> bool {
         }
     };
     for other in &others {
-        unmap(other);
+        unmap_by_rbd(other);
     }
     is_mapped
 }
@@ -48,7 +45,7 @@ fn a_device_number_reused_by_another_image_is_not_the_volumes() {
             write_or_check(&volume, &target, &ours, true);
             // No process has it open, so it can be unmapped.
             let device = rbds_over(&volume).pop().unwrap();
-            unmap(&device);
+            unmap_by_rbd(&device);
             let conditions = node.health(&volume, &target).await.unwrap();
             assert!(!conditions.is_empty(), "its device is detached");
             if map_as(ceph, &other, &device) {
@@ -71,7 +68,7 @@ fn a_device_number_reused_by_another_image_is_not_the_volumes() {
         // The other device is untouched.
         assert_eq!(rbds_of(sandbox.dir()), std::slice::from_ref(&device));
         theirs.assert_at(&device, 0);
-        unmap(&device);
+        unmap_by_rbd(&device);
         node.assert_clean().await;
     });
 }
@@ -86,7 +83,7 @@ fn a_restarted_agent_detects_a_lost_device() {
                 node.up(&volume, "pod").await;
                 node.kill9().await;
                 let device = rbds_over(&volume).pop().unwrap();
-                unmap(&device);
+                unmap_by_rbd(&device);
                 let other = ceph.volume("block");
                 let is_mapped = number_is_taken && map_as(ceph, &other, &device);
                 node.restart().await;
@@ -94,7 +91,7 @@ fn a_restarted_agent_detects_a_lost_device() {
                 assert_nothing_staged(&node, &volume);
                 assert_eq!(rbds_of(sandbox.dir()).len(), usize::from(is_mapped));
                 if is_mapped {
-                    unmap(&device);
+                    unmap_by_rbd(&device);
                 }
                 if is_mapped == number_is_taken {
                     break;

@@ -3,7 +3,7 @@
 
 use testkit::{
     Ceph, Content, InterruptedProgram, LUKS_FORMAT, MKFS, Mode, Node, Sandbox, Volume, ceph_story,
-    files_below, mapping_of, rbds_over, refused, run, run_err, spec_of,
+    files_below, mapping_of, rbds_over, refused, run, run_err, spec_of, unmap_by_rbd,
 };
 use tonic::Code::FailedPrecondition;
 
@@ -41,7 +41,7 @@ async fn leave_partial_format(sandbox: &Sandbox, ceph: &Ceph, volume: &Volume, a
     // It may never have been open.
     let _ = run_err(&["cryptsetup", "close", &mapping_of(&volume.handle)]);
     for device in rbds_over(volume) {
-        run(&["rbd", "unmap", "-o", "noudev", device.to_str().unwrap()]);
+        unmap_by_rbd(&device);
     }
 }
 
@@ -186,9 +186,8 @@ fn a_format_marker_outweighs_no_complete_or_foreign_content() {
         // Content that no mkfs leaves.
         let volume = ceph.volume("ext4");
         let device = ceph.map_by_rbd(&volume, "noudev");
-        let device = device.to_str().unwrap();
-        run(&["mkswap", device]);
-        run(&["rbd", "unmap", "-o", "noudev", device]);
+        run(&["mkswap", device.to_str().unwrap()]);
+        unmap_by_rbd(&device);
         set_format_marker(ceph, &volume, "mkfs");
         refused(node.stage(&volume).await, FailedPrecondition, &["swap"]);
         node.assert_clean().await;

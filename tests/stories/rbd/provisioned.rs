@@ -6,7 +6,7 @@ use serde_json::json;
 use testkit::{
     Ceph, Content, Controller, ControllerSetup, MIB, Node, Sandbox, Supervisor, VaultServer,
     Volume, ceph_story, claim, from_snapshot, from_volume, provisioned, rbds_of, refused, run,
-    unstage_as_ceph_csi,
+    unmap_by_rbd, unstage_as_ceph_csi,
 };
 use tonic::Code::{FailedPrecondition, Unavailable};
 use uring_csi::proto::csi::CreateVolumeRequest;
@@ -306,14 +306,13 @@ fn uringctl_format_replaces_a_partial_format() {
         let volume = class.made(class.claim("ext4", "claim", 128 * MIB)).await;
         // Without a format marker: a LUKS header without keys.
         let mapped = ceph.map_by_rbd(&volume, "noudev");
-        let mapped = mapped.to_str().unwrap();
+        let device = mapped.to_str().unwrap();
         fs::write(sandbox.dir().join("key"), "any").unwrap();
         let key = sandbox.dir().join("key").display().to_string();
-        run(&["cryptsetup", "luksFormat", "-q", mapped, &key]);
-        run(&["cryptsetup", "luksErase", "-q", mapped]);
+        run(&["cryptsetup", "luksFormat", "-q", device, &key]);
+        run(&["cryptsetup", "luksErase", "-q", device]);
         let words = ["is incomplete", "uringctl format"];
-        let unmap = ["rbd", "unmap", "-o", "noudev", mapped];
-        run(&unmap);
+        unmap_by_rbd(&mapped);
         refused(node.stage(&volume).await, FailedPrecondition, &words);
 
         let secrets = secrets_in(sandbox, &controller.secrets);

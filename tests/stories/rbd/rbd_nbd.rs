@@ -11,7 +11,7 @@ use rustix::{
 };
 use testkit::{
     Ceph, Content, KINDS, MIB, NbdServer, Node, NodeSetup, Sandbox, Supervisor, Volume, ceph_story,
-    eventually, grow_published, nbds_over, rbds_over, refused, run, spec_of,
+    eventually, grow_published, nbds_over, rbds_over, refused, run, spec_of, unmap_by_rbd,
 };
 use tonic::Code::FailedPrecondition;
 
@@ -230,10 +230,10 @@ fn one_image_has_one_driver_and_one_writer() {
         let volume = served(plain.clone());
         // By the program that mapped it first.
         let device = ceph.map_by_rbd(&plain, "noudev");
-        let device = device.to_str().unwrap();
-        refused(node.stage(&volume).await, FailedPrecondition, &[device]);
+        let named = device.to_str().unwrap();
+        refused(node.stage(&volume).await, FailedPrecondition, &[named]);
         assert!(nbds(&volume).is_empty());
-        run(&["rbd", "unmap", "-o", "noudev", device]);
+        unmap_by_rbd(&device);
 
         node.up(&volume, "pod").await;
         let mut alias = ceph.over(&plain.context["imageName"], "ext4");

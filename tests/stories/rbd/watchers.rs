@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use testkit::{
     Ceph, Content, ImageOpener, Mode, ceph_story, own_cluster_story, rbds_of, rbds_over, refused,
-    run, spec_of,
+    run, spec_of, unmap_by_rbd,
 };
 use tonic::Code::{Aborted, FailedPrecondition};
 
@@ -113,13 +113,12 @@ fn an_image_mapped_by_the_rbd_command_is_recognised() {
             assert!(rbds_over(&volume).is_empty());
 
             let device = ceph.map_by_rbd(&volume, "noudev,ro");
-            let device = device.to_str().unwrap();
             refused(
                 node.stage(&volume).await,
                 FailedPrecondition,
-                &["read-only", device],
+                &["read-only", device.to_str().unwrap()],
             );
-            run(&["rbd", "unmap", "-o", "noudev", device]);
+            unmap_by_rbd(&device);
         }
         node.assert_clean().await;
     });
@@ -161,7 +160,7 @@ fn equal_image_names_in_two_clusters_are_distinct() {
         assert_eq!(rbds_of(sandbox.dir()).len(), 2);
         node.down(&volume, "pod").await;
         assert_eq!(rbds_of(sandbox.dir()), std::slice::from_ref(&mapped));
-        run(&["rbd", "unmap", "-o", "noudev", mapped.to_str().unwrap()]);
+        unmap_by_rbd(&mapped);
         lifecycle(&node, &ceph.volume("ext4")).await;
         node.assert_clean().await;
     });

@@ -11,13 +11,14 @@ use std::{
     path::{Path, PathBuf},
     process::{self, Command, Stdio},
     sync::atomic::{AtomicU32, Ordering::Relaxed},
-    time::{Duration, Instant},
 };
 
 use serde_json::Value;
 
 use super::{
-    Ceph, Node, Volume, nbds_over,
+    Ceph, Node, Volume,
+    disk::run_until_it_succeeds,
+    nbds_over,
     rbd::{mapping_of, spec_of},
     run, run_err,
 };
@@ -151,17 +152,13 @@ pub fn unstage_as_ceph_csi(node: &Node, volume: &Volume) {
         run(&["cryptsetup", "luksClose", &mapping]);
     }
     // Kubelet repeats a failed call: udevd may have the device open.
-    let timeout = Instant::now() + Duration::from_secs(30);
     let unmap = ["rbd", "unmap", &mapped, "--device-type"];
     let how = if stash["accessType"] == true {
         &["nbd"][..]
     } else {
         &["krbd", "-o", "noudev"]
     };
-    let unmap = [&unmap, how].concat();
-    while let Err(said) = run_err(&unmap) {
-        assert!(Instant::now() < timeout, "{said}");
-    }
+    run_until_it_succeeds(&[&unmap, how].concat());
     fs::remove_file(staging.join(STAGE_FILE)).expect("the stage file");
 }
 

@@ -7,6 +7,8 @@ use std::{
     os::unix::fs::{FileExt as _, MetadataExt as _},
     path::{Path, PathBuf},
     process::Command,
+    thread,
+    time::{Duration, Instant},
 };
 
 use sha2::{Digest as _, Sha256};
@@ -33,6 +35,23 @@ pub fn run_err(command: &[&str]) -> Result<String, String> {
         Ok(said)
     } else {
         Err(said)
+    }
+}
+
+/// Unmaps an image's device. udevd, which reads each device that was open for writing, may
+/// have it open for a moment.
+#[track_caller]
+pub fn unmap_by_rbd(device: &Path) {
+    run_until_it_succeeds(&["rbd", "unmap", "-o", "noudev", device.to_str().unwrap()]);
+}
+
+/// Runs a command again until it succeeds: another process may have its device open.
+#[track_caller]
+pub fn run_until_it_succeeds(command: &[&str]) {
+    let timeout = Instant::now() + Duration::from_secs(30);
+    while let Err(said) = run_err(command) {
+        assert!(Instant::now() < timeout, "{command:?}: {said}");
+        thread::sleep(Duration::from_millis(20));
     }
 }
 

@@ -51,7 +51,9 @@ pub use cluster::{TestCluster, output_despite_abort};
 pub use controller::{
     Controller, ControllerSetup, claim, from_snapshot, from_volume, on_node, provisioned, range,
 };
-pub use disk::{Content, all_loops, can_resize_ext4, hex, loops_over, run, run_err, sha256};
+pub use disk::{
+    Content, all_loops, can_resize_ext4, hex, loops_over, run, run_err, sha256, unmap_by_rbd,
+};
 pub use faults::{
     DeadOsd, DeadServer, Fault, HungDirectories, HungFiles, HungPool, Phase, bytes_for,
 };
