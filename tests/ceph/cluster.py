@@ -112,10 +112,16 @@ MALLOC = {
 }
 
 
-def new_key():
-    """A cephx secret: type 1, when it was made, and 16 bytes (CryptoKey::encode)."""
-    head = struct.pack("<HIIH", 1, int(time.time()), 0, 16)
-    return base64.b64encode(head + os.urandom(16)).decode()
+def new_keys(count):
+    """cephx secrets: the type, when each was made (two numbers), the length, and the random
+    bytes (CryptoKey::encode). They have the type of one that Ceph's tool makes: a new
+    cluster of 20.2 takes AES-256 alone, which older releases do not know.
+    """
+    made = subprocess.run(["ceph-authtool", "--gen-print-key"], stdout=subprocess.PIPE, check=True)
+    head_bytes = struct.calcsize("<HIIH")
+    secret = base64.b64decode(made.stdout)
+    head, length = secret[:head_bytes], len(secret) - head_bytes
+    return [base64.b64encode(head + os.urandom(length)).decode() for _ in range(count)]
 
 
 def keyring(entities):
@@ -138,8 +144,8 @@ class Cluster:
         self.deadline = time.monotonic() + TIMEOUT
 
     def up(self):
-        keys = {name: new_key() for name in ("mon.", "client.admin", "osd.0", "mgr.x")}
-        keys[f"client.{USER}"] = new_key()
+        names = ("mon.", "client.admin", "osd.0", "mgr.x", f"client.{USER}")
+        keys = dict(zip(names, new_keys(len(names))))
         caps = {
             "mon.": {"mon": "allow *"},
             "client.admin": dict.fromkeys(("mon", "osd", "mgr"), "allow *"),
