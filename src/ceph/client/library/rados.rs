@@ -15,6 +15,8 @@ pub type IoCtx = *mut c_void;
 pub type WriteOp = *mut c_void;
 /// `rados_read_op_t`, reads of one object.
 pub type ReadOp = *mut c_void;
+/// `rados_completion_t`, an asynchronous call.
+pub type Completion = *mut c_void;
 /// `rados_omap_iter_t`, the keys and values that a read of an omap found.
 pub type OmapIter = *mut c_void;
 
@@ -58,6 +60,14 @@ table! {
     fn rados_ioctx_create2(cluster: Cluster, pool: i64, io: *mut IoCtx) -> c_int;
     fn rados_ioctx_set_namespace(io: IoCtx, namespace: *const c_char);
     fn rados_ioctx_destroy(io: IoCtx);
+
+    fn rados_aio_create_completion2(
+        argument: *mut c_void, callback: Option<unsafe extern "C" fn(Completion, *mut c_void)>,
+        completion: *mut Completion,
+    ) -> c_int;
+    fn rados_aio_flush_async(io: IoCtx, completion: Completion) -> c_int;
+    fn rados_aio_wait_for_complete(completion: Completion) -> c_int;
+    fn rados_aio_release(completion: Completion);
 
     fn rados_stat(io: IoCtx, object: *const c_char, size: *mut u64, modified: *mut libc::time_t) -> c_int;
     fn rados_read(io: IoCtx, object: *const c_char, buffer: *mut c_char, len: usize, offset: u64) -> c_int;

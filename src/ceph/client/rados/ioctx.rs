@@ -103,6 +103,26 @@ impl IoCtx {
         self.0.raw
     }
 
+    /// Waits until the callbacks of the library that have begun have returned. A connection
+    /// runs its callbacks one after the other, so the callback of a flush comes after them.
+    /// The flush itself waits for nothing: it is for asynchronous writes, of which this
+    /// handle has none.
+    pub(in crate::ceph::client) fn wait_for_callbacks(&self) {
+        let functions = &self.0.cluster.libraries.rados;
+        let mut flushed = ptr::null_mut();
+        // SAFETY: the handle is valid; the completion is released once, and not used later.
+        unsafe {
+            if (functions.rados_aio_create_completion2)(ptr::null_mut(), None, &raw mut flushed) < 0
+            {
+                return;
+            }
+            if (functions.rados_aio_flush_async)(self.0.raw, flushed) >= 0 {
+                (functions.rados_aio_wait_for_complete)(flushed);
+            }
+            (functions.rados_aio_release)(flushed);
+        }
+    }
+
     /// A call on an object of this pool and namespace, by its kind and name.
     pub(in crate::ceph::client) fn call(
         &self,

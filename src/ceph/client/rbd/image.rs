@@ -260,6 +260,10 @@ impl fmt::Debug for Image {
 
 impl Drop for Image {
     fn drop(&mut self) {
+        // The callback that opened it locks its state once more after `rbd_open` has returned
+        // (`ImageState::complete_action_unlock`), and `rbd_close` does not wait for that:
+        // librbd 18.2.7 aborted or hung where an image was closed at once.
+        self.io.wait_for_callbacks();
         // SAFETY: the last user of the image is gone. The library closes it even if it
         // returns an error.
         unsafe { (self.functions().rbd_close)(self.raw) };

@@ -1,10 +1,17 @@
-use std::time::{Duration, SystemTime};
+use std::{
+    ffi::c_void,
+    sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+    time::{Duration, SystemTime},
+};
 
 use rustix::io::Errno;
 use testkit::{ImageOpener, TestCluster};
 
 use super::*;
-use crate::ceph::testing::{TestPool, connect};
+use crate::ceph::{
+    client::library::rados as abi_of_rados,
+    testing::{TestPool, connect},
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -73,6 +80,59 @@ fn an_image_grows_and_never_shrinks() {
     assert_eq!(reader.grow(4 * MIB).unwrap_err().errno(), Some(Errno::ROFS));
     let missing = Image::open(&io, "missing", OpenMode::ReadOnly).unwrap_err();
     assert!(missing.is_not_found());
+}
+
+/// A callback of librados, which goes on until it is told to return.
+struct Callback {
+    begun: Sender<()>,
+    told: Receiver<()>,
+}
+
+impl Callback {
+    unsafe extern "C" fn run(_: abi_of_rados::Completion, argument: *mut c_void) {
+        // SAFETY: made by `begin`, for this call alone.
+        let callback = unsafe { Box::from_raw(argument.cast::<Self>()) };
+        callback.begun.send(()).unwrap();
+        // An error if the test has failed.
+        let _ = callback.told.recv();
+    }
+
+    /// Returns once it has begun; it goes on until there is a message, or no sender.
+    fn begin(io: &IoCtx) -> Sender<()> {
+        let (begun, has_begun) = channel();
+        let (tell, told) = channel();
+        let argument = Box::into_raw(Box::new(Self { begun, told })).cast();
+        let functions = &io.cluster().libraries().rados;
+        let mut flushed = std::ptr::null_mut();
+        // SAFETY: the handle is valid, and the callback frees its argument.
+        unsafe {
+            let create = functions.rados_aio_create_completion2;
+            assert_eq!(create(argument, Some(Self::run), &raw mut flushed), 0);
+            assert_eq!((functions.rados_aio_flush_async)(io.raw(), flushed), 0);
+            (functions.rados_aio_release)(flushed);
+        }
+        has_begun.recv().unwrap();
+        tell
+    }
+}
+
+#[test]
+fn an_image_is_closed_after_the_callbacks_that_have_begun() {
+    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+        return;
+    };
+    create(&io, "image", MIB, &plain()).unwrap();
+    let image = Image::open(&io, "image", OpenMode::ReadOnly).unwrap();
+    let tell = Callback::begin(&io);
+    let (closed, is_closed) = channel();
+    let closing = std::thread::spawn(move || {
+        drop(image);
+        closed.send(()).unwrap();
+    });
+    let early = is_closed.recv_timeout(Duration::from_millis(300));
+    assert_eq!(early, Err(RecvTimeoutError::Timeout));
+    tell.send(()).unwrap();
+    closing.join().unwrap();
 }
 
 #[test]
