@@ -6,7 +6,7 @@ raises it and one that does not, and stands in docs/operations.md; that the Prom
 Operator's object has the same rules; that the dashboard and the rules use metrics that the
 agents have.
 
---live    runs both agents and a Prometheus that scrapes them, and all queries against it:
+--live    runs both agents, the supervisor and a Prometheus that scrapes them, and all queries against it:
           each must be understood, and each must find data unless it is listed here. As
           root. The agents' metrics pass `promtool check metrics`.
 --write   writes the Prometheus Operator's object.
@@ -146,12 +146,15 @@ def free_ports(count):
     return ports
 
 
-# Both agents in a directory of their own, and the life of a volume, repeated so that rates
+# The programs in a directory of their own, and the life of a volume, repeated so that rates
 # see it, with one call that fails; the last line of its input ends it.
 AGENTS = """
 source scripts/agents.sh
 node_flags=(--metrics-listen 127.0.0.1:$NODE_PORT)
 start_agents
+uring-csi-holder --endpoint "unix://$work/run/holder.sock" --run-dir "$work/holder" \
+  --metrics-listen "127.0.0.1:$HOLDER_PORT" 2>>"$work/agents.log" &
+pids+=($!)
 echo started
 while ! read -r -t 0.2 _; do
   uringctl up data 64Mi "$work/mnt/data"
@@ -236,10 +239,11 @@ def check_scrapes(targets):
 
 
 def check_live():
-    ports = free_ports(2)
+    ports = free_ports(3)
     targets = [f"127.0.0.1:{port}" for port in ports]
-    # The flag comes before the variable.
-    env = {**os.environ, "NODE_PORT": str(ports[0]), "URING_CSI_METRICS_LISTEN": targets[1]}
+    # A flag comes before the variable.
+    env = {**os.environ, "NODE_PORT": str(ports[0]), "HOLDER_PORT": str(ports[1])}
+    env["URING_CSI_METRICS_LISTEN"] = targets[2]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     agents = subprocess.Popen(["bash", "-euo", "pipefail", "-c", AGENTS], cwd=ROOT, env=env, **pipes)
     server = None

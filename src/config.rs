@@ -30,6 +30,9 @@ pub struct ServiceOptions {
         value_name = "LEVEL"
     )]
     pub log_level: String,
+    /// Serve /metrics, /healthz and /readyz on this address.
+    #[arg(long, env = "URING_CSI_METRICS_LISTEN", value_name = "ADDR")]
+    pub metrics_listen: Option<SocketAddr>,
     /// A TOML file with more options.
     #[arg(long, env = "URING_CSI_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
@@ -45,9 +48,6 @@ pub struct PluginOptions {
     /// served.
     #[arg(long, env = "URING_CSI_ADDONS_ENDPOINT", value_name = "ENDPOINT")]
     pub csi_addons_endpoint: Option<Endpoint>,
-    /// Serve /metrics, /healthz and /readyz on this address.
-    #[arg(long, env = "URING_CSI_METRICS_LISTEN", value_name = "ADDR")]
-    pub metrics_listen: Option<SocketAddr>,
     /// Its options as a service.
     #[command(flatten)]
     pub service: ServiceOptions,

@@ -6,7 +6,10 @@ use std::time::Duration;
 use tonic::{Code, Response, Status, metadata::MetadataMap};
 use tracing::Instrument as _;
 
-use crate::observe::{logs, metrics};
+use crate::{
+    observe::{logs, metrics},
+    proto::code_name,
+};
 
 /// The timeout of a call without `grpc-timeout`: kubelet's two minutes.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(120);
@@ -72,29 +75,6 @@ fn parse_timeout(text: &str) -> Option<Duration> {
         'n' => Duration::from_nanos(amount),
         _ => return None,
     })
-}
-
-/// A code's name as the gRPC documentation writes it.
-pub fn code_name(code: Code) -> &'static str {
-    match code {
-        Code::Ok => "OK",
-        Code::Cancelled => "CANCELLED",
-        Code::Unknown => "UNKNOWN",
-        Code::InvalidArgument => "INVALID_ARGUMENT",
-        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
-        Code::NotFound => "NOT_FOUND",
-        Code::AlreadyExists => "ALREADY_EXISTS",
-        Code::PermissionDenied => "PERMISSION_DENIED",
-        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
-        Code::FailedPrecondition => "FAILED_PRECONDITION",
-        Code::Aborted => "ABORTED",
-        Code::OutOfRange => "OUT_OF_RANGE",
-        Code::Unimplemented => "UNIMPLEMENTED",
-        Code::Internal => "INTERNAL",
-        Code::Unavailable => "UNAVAILABLE",
-        Code::DataLoss => "DATA_LOSS",
-        Code::Unauthenticated => "UNAUTHENTICATED",
-    }
 }
 
 #[cfg(test)]

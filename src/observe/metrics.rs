@@ -71,6 +71,19 @@ pub fn nbd_connections_lost(count: u64) {
     counter!(name::NBD_CONNECTIONS_LOST).absolute(count);
 }
 
+/// Sets how many of the supervisor's volumes are in the state.
+pub fn supervised_volumes(state: &'static str, volumes: usize) {
+    gauge!(name::SUPERVISED_VOLUMES, "state" => state).set(as_gauge(volumes));
+}
+
+/// Counts an attempt to start another daemon for a device, because the last one had
+/// `ended`, or to replace the one of an earlier supervisor (`adopted`) or of another size
+/// (`grown`).
+pub fn daemon_restart(reason: &'static str, is_started: bool) {
+    let result = if is_started { "ok" } else { "failed" };
+    counter!(name::DAEMON_RESTARTS, "reason" => reason, "result" => result).increment(1);
+}
+
 /// Sets how many threads there are for calls that a device can block, idle ones included,
 /// and how many are stuck: in one step for longer than any healthy device takes.
 pub fn blocking_threads(all: usize, stuck: usize) {
@@ -191,6 +204,15 @@ pub fn announce_node(reasons: impl IntoIterator<Item = &'static str>) {
     }
     for reason in reasons {
         conditions(reason, 0);
+    }
+}
+
+/// Shows what only a supervisor counts.
+pub fn announce_supervisor() {
+    for reason in ["ended", "adopted", "grown"] {
+        for result in ["ok", "failed"] {
+            counter!(name::DAEMON_RESTARTS, "reason" => reason, "result" => result).increment(0);
+        }
     }
 }
 

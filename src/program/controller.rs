@@ -257,7 +257,7 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     let images = ImageStore::new(pools, options.node_id.clone(), boot_id()?, copies.clone());
     let images = (!pool_names.is_empty()).then(|| Arc::new(images));
     if let Some(images) = &images
-        && options.plugin.metrics_listen.is_some()
+        && options.plugin.service.metrics_listen.is_some()
     {
         for pool in pool_names {
             let (images, lanes) = (images.clone(), lanes.clone());
@@ -287,7 +287,7 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
 
     let addons = addons_routes(&name, started, &stores);
 
-    if let Some(address) = options.plugin.metrics_listen {
+    if let Some(address) = options.plugin.service.metrics_listen {
         runtime.spawn(http::serve(address, readiness.clone(), metrics));
     }
     runtime.block_on(async {

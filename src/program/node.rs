@@ -232,7 +232,7 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
     let (listeners, heartbeat) = take_node(&options).await?;
     let lanes = Lanes::new(IDLE_LANES);
     let gates = gates(&options)?;
-    let listen = options.plugin.metrics_listen;
+    let listen = options.plugin.service.metrics_listen;
     let metrics = serve_metrics(listen, lanes.clone(), gates.clone(), readiness.clone())?;
     let config = node_config(&options, gates);
     let records = Records::open(&options.run_dir, &options.state_dir)?;

@@ -8,9 +8,18 @@ use crate::{
     endpoint::{Endpoint, shutdown_signal},
     error_chain,
     kernel::{boot_id, privileges},
-    observe::logs::{self, Logs},
+    observe::{
+        Readiness, http,
+        logs::{self, Logs},
+        metrics,
+    },
+    program::report_threads,
     proto::holder::holder_server::HolderServer,
-    supervisor::{keeper::Keeper, memory_lock, registration, service::SupervisorService},
+    supervisor::{
+        keeper::Keeper,
+        memory_lock, registration,
+        service::{METHODS, SupervisorService},
+    },
 };
 use clap::Parser;
 use tonic::service::Routes;
@@ -107,6 +116,18 @@ async fn serve(options: Options) -> Result<(), Failure> {
         volumes = keeper.list().len(),
         "serving"
     );
+    if let Some(address) = options.service.metrics_listen {
+        let metrics = metrics::install(&METHODS)?;
+        metrics::announce_supervisor();
+        let of_scrape = keeper.clone();
+        metrics.before_scrape(move || {
+            of_scrape.report();
+            report_threads(of_scrape.lanes());
+        });
+        let readiness = Readiness::default();
+        readiness.set(None);
+        tokio::spawn(http::serve(address, readiness, metrics));
+    }
     let routes = Routes::default().add_service(HolderServer::new(SupervisorService::new(keeper)));
     let stop = async {
         if let Err(error) = shutdown_signal().await {

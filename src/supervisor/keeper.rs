@@ -24,6 +24,7 @@ use crate::{
     Done,
     kernel::nbd::{self, NbdDevice},
     lane::Lanes,
+    observe::metrics,
     secret::Secret,
 };
 
@@ -104,6 +105,20 @@ impl Keeper {
             .iter()
             .map(|(id, kept)| (id.clone(), entry(kept)))
             .collect()
+    }
+
+    /// Updates the metrics of the volumes.
+    pub fn report(&self) {
+        let volumes = self.list();
+        for state in Status::STATES {
+            let its = volumes.iter().filter(|(_, status)| status.state() == state);
+            metrics::supervised_volumes(state, its.count());
+        }
+    }
+
+    /// The threads for calls that a device can block.
+    pub fn lanes(&self) -> &Lanes {
+        &self.0.lanes
     }
 
     async fn ask<T>(

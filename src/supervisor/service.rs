@@ -1,16 +1,20 @@
 //! The supervisor's gRPC service, over the [`Keeper`].
 
-use tonic::{Request, Response, Status};
+use tonic::{Code, Request, Response, Status};
 use uuid::Uuid;
 
 use super::{NbdOptions, Spec, SpecError, SupervisorError, keeper::Keeper, spec::RegistrationKey};
 use crate::{
     Done,
     ceph::krbd::ImageSpec,
-    proto::holder::{
-        self as proto, GrowRequest, GrowResponse, Held, ListRequest, ListResponse, MapRequest,
-        MapResponse, ReattachRequest, ReattachResponse, UnmapRequest, UnmapResponse,
-        holder_server::Holder,
+    observe::metrics,
+    proto::{
+        code_name,
+        holder::{
+            self as proto, GrowRequest, GrowResponse, Held, ListRequest, ListResponse, MapRequest,
+            MapResponse, ReattachRequest, ReattachResponse, UnmapRequest, UnmapResponse,
+            holder_server::Holder,
+        },
     },
     secret::Secret,
 };
@@ -31,15 +35,18 @@ impl SupervisorService {
 #[tonic::async_trait]
 impl Holder for SupervisorService {
     async fn map(&self, request: Request<MapRequest>) -> Result<Response<MapResponse>, Status> {
-        let mut request = request.into_inner();
-        let key = Secret::new(std::mem::take(&mut request.key));
-        let spec = spec_of(request).map_err(SupervisorError::from)?;
-        tracing::info!(volume = spec.volume_id, image = %spec.image, "map");
-        let (device, done) = self.keeper.map(spec, key).await?;
-        Ok(Response::new(MapResponse {
-            node: device.block.node.display().to_string(),
-            already: done == Done::Already,
-        }))
+        counted("Map", async {
+            let mut request = request.into_inner();
+            let key = Secret::new(std::mem::take(&mut request.key));
+            let spec = spec_of(request)?;
+            tracing::info!(volume = spec.volume_id, image = %spec.image, "map");
+            let (device, done) = self.keeper.map(spec, key).await?;
+            Ok(MapResponse {
+                node: device.block.node.display().to_string(),
+                already: done == Done::Already,
+            })
+        })
+        .await
     }
 
     async fn unmap(
@@ -48,17 +55,21 @@ impl Holder for SupervisorService {
     ) -> Result<Response<UnmapResponse>, Status> {
         let UnmapRequest { volume_id } = request.into_inner();
         tracing::info!(volume = volume_id, "unmap");
-        let done = self.keeper.unmap(&volume_id).await?;
-        Ok(Response::new(UnmapResponse {
-            already: done == Done::Already,
-        }))
+        counted("Unmap", async {
+            let already = self.keeper.unmap(&volume_id).await? == Done::Already;
+            Ok(UnmapResponse { already })
+        })
+        .await
     }
 
     async fn grow(&self, request: Request<GrowRequest>) -> Result<Response<GrowResponse>, Status> {
         let GrowRequest { volume_id, bytes } = request.into_inner();
         tracing::info!(volume = volume_id, bytes, "grow");
-        let bytes = self.keeper.grow(&volume_id, bytes).await?;
-        Ok(Response::new(GrowResponse { bytes }))
+        counted("Grow", async {
+            let bytes = self.keeper.grow(&volume_id, bytes).await?;
+            Ok(GrowResponse { bytes })
+        })
+        .await
     }
 
     async fn reattach(
@@ -73,10 +84,13 @@ impl Holder for SupervisorService {
         tracing::info!(volume = volume_id, "reattach");
         let user = Some(user).filter(|user| !user.is_empty());
         let key = Secret::new(key);
-        let device = self.keeper.reattach(&volume_id, user, key).await?;
-        Ok(Response::new(ReattachResponse {
-            node: device.block.node.display().to_string(),
-        }))
+        counted("Reattach", async {
+            let device = self.keeper.reattach(&volume_id, user, key).await?;
+            Ok(ReattachResponse {
+                node: device.block.node.display().to_string(),
+            })
+        })
+        .await
     }
 
     async fn list(&self, _: Request<ListRequest>) -> Result<Response<ListResponse>, Status> {
@@ -96,6 +110,23 @@ impl Holder for SupervisorService {
             volumes: volumes.collect(),
         }))
     }
+}
+
+/// The calls that the metrics count. The agents poll the list, which would drown the others.
+pub const METHODS: [&str; 4] = ["Map", "Unmap", "Grow", "Reattach"];
+
+/// Runs one call, and counts it by its code.
+async fn counted<T>(
+    method: &'static str,
+    work: impl Future<Output = Result<T, SupervisorError>>,
+) -> Result<Response<T>, Status> {
+    let timer = metrics::call(method);
+    let answer = work.await;
+    let code = answer
+        .as_ref()
+        .map_or_else(SupervisorError::code, |_| Code::Ok);
+    let _ = timer.answered(code_name(code));
+    Ok(Response::new(answer?))
 }
 
 fn spec_of(request: MapRequest) -> Result<Spec, SpecError> {

@@ -60,6 +60,26 @@ pub struct Status {
     pub trouble: Option<String>,
 }
 
+impl Status {
+    /// All states, for the metrics.
+    pub const STATES: [&str; 5] = ["starting", "served", "unhealthy", "keyless", "unserved"];
+
+    /// The state, for the metrics.
+    pub fn state(&self) -> &'static str {
+        match self {
+            Self {
+                pid: None, node, ..
+            } if node.is_none() => "starting",
+            Self { pid: None, .. } => "unserved",
+            Self { has_key: false, .. } => "keyless",
+            Self {
+                trouble: Some(_), ..
+            } => "unhealthy",
+            Self { .. } => "served",
+        }
+    }
+}
+
 impl Shared {
     /// No code that could panic runs under this lock.
     pub(super) fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Kept>> {

@@ -3,10 +3,11 @@
 use std::fs;
 
 use testkit::{
-    Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, claim, eventually, refused,
-    run, story,
+    Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Supervisor, Volume, claim,
+    eventually, refused, run, story,
 };
-use tonic::Code::FailedPrecondition;
+use tonic::Code::{FailedPrecondition, NotFound};
+use uring_csi::proto::holder::{ReattachRequest, UnmapRequest, holder_client::HolderClient};
 
 use crate::observability::{free_port, get};
 
@@ -193,5 +194,38 @@ fn a_pool_has_no_numbers_while_it_is_away() {
         scrape.becomes(&promised, |bytes| bytes > 0.0).await;
         controller.delete(&made.volume_id).await.unwrap();
         scrape.becomes(&promised, |bytes| bytes < 1.0).await;
+    });
+}
+
+#[test]
+fn the_supervisor_counts_calls_and_volumes() {
+    story(async |sandbox| {
+        let scrape = Scrape::new();
+        let supervisor = Supervisor::start_with(sandbox, &[scrape.arg()]).await;
+        scrape.becomes("uring_csi_ready", |value| value > 0.0).await;
+        let mut client = HolderClient::new(supervisor.channel());
+        let volume_id = "v".to_owned();
+        let unknown = ReattachRequest {
+            volume_id: volume_id.clone(),
+            ..Default::default()
+        };
+        refused(client.reattach(unknown).await, NotFound, &["no record"]);
+        client.unmap(UnmapRequest { volume_id }).await.unwrap();
+        let calls = |method, code| {
+            scrape.value(&format!(
+                "uring_csi_calls_total{{method=\"{method}\",code=\"{code}\"}}"
+            ))
+        };
+        assert_eq!(calls("Reattach", "NOT_FOUND"), Some(1.0));
+        assert_eq!(calls("Unmap", "OK"), Some(1.0));
+        assert_eq!(calls("Map", "OK"), Some(0.0));
+        // The start of the supervisor asks for it.
+        assert_eq!(calls("List", "OK"), None);
+        for state in ["served", "keyless", "unserved"] {
+            let series = format!("uring_csi_supervised_volumes{{state=\"{state}\"}}");
+            assert_eq!(scrape.value(&series), Some(0.0), "{state}");
+        }
+        let failed = "uring_csi_daemon_restarts_total{reason=\"ended\",result=\"failed\"}";
+        assert_eq!(scrape.value(failed), Some(0.0));
     });
 }

@@ -8,7 +8,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 use tonic::Status;
 
-use crate::csi::call::code_name;
+use crate::proto::code_name;
 
 /// What is timed, in the order of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

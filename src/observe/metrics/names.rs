@@ -16,13 +16,13 @@ macro_rules! metrics {
 
 metrics! {
     describe_counter CALLS "uring_csi_calls_total" Count
-        "CSI calls that were answered, or cancelled by their callers, by method and gRPC code."
+        "Calls of CSI, and of the supervisor, that were answered, or cancelled by their callers, by method and gRPC code."
     describe_histogram CALL_DURATION "uring_csi_call_duration_seconds" Seconds
-        "Time from reading a CSI call to its answer, by method."
+        "Time from reading a call to its answer, by method."
     describe_gauge CALLS_IN_FLIGHT "uring_csi_calls_in_flight" Count
-        "CSI calls that are not answered yet, by method."
+        "Calls that are not answered yet, by method."
     describe_gauge OLDEST_CALL_AGE "uring_csi_oldest_call_age_seconds" Seconds
-        "Time since the oldest CSI call in flight came, by method; 0 without one."
+        "Time since the oldest call in flight came, by method; 0 without one."
     describe_histogram STEP_DURATION "uring_csi_step_duration_seconds" Seconds
         "Time of one step of the work on a volume, by step and backend."
     describe_counter STEP_FAILURES "uring_csi_step_failures_total" Count
@@ -37,6 +37,10 @@ metrics! {
         "Volumes on this node that have the condition, by its reason."
     describe_counter NBD_CONNECTIONS_LOST "uring_csi_nbd_connections_lost_total" Count
         "Connections of attached volumes to NBD servers that were lost."
+    describe_gauge SUPERVISED_VOLUMES "uring_csi_supervised_volumes" Count
+        "Volumes of the supervisor, by state: a served, unhealthy or keyless one has a running rbd-nbd daemon, an unserved one has none."
+    describe_counter DAEMON_RESTARTS "uring_csi_daemon_restarts_total" Count
+        "Attempts to start another rbd-nbd daemon for an attached device, by reason and result."
     describe_gauge READY "uring_csi_ready" Count
         "1 if the agent is ready, else 0; /readyz gives the reason."
     describe_gauge BLOCKING_THREADS "uring_csi_blocking_threads" Count

@@ -12,6 +12,7 @@ use super::{
 use crate::{
     crash_point,
     kernel::{nbd::NbdDevice, sysfs},
+    observe::metrics,
     supervisor::{
         Spec, SupervisorError,
         daemon::{Daemon, StartOutcome},
@@ -37,7 +38,7 @@ impl ServedVolume {
         device: &NbdDevice,
     ) -> Result<(), SupervisorError> {
         let served = match &self.daemon {
-            None => self.attach(device).await,
+            None => self.attach(device, "ended").await,
             Some(daemon) if daemon.is_unheard() => match self.candidates.newest() {
                 Some(_) => self.adopt(device).await,
                 None => Ok(()),
@@ -54,7 +55,7 @@ impl ServedVolume {
     /// Ends the daemon and starts another in its place.
     pub(super) async fn replace(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         let replaced = match self.end_under_udev_lock(device).await {
-            Ok(()) => self.attach(device).await,
+            Ok(()) => self.attach(device, "grown").await,
             Err(error) => Err(error),
         };
         self.report(replaced)
@@ -98,11 +99,17 @@ impl ServedVolume {
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
     }
 
-    /// Starts a daemon for a device that has none.
-    async fn attach(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
+    /// Starts a daemon for a device that has none, for the `reason` in the metrics.
+    async fn attach(
+        &mut self,
+        device: &NbdDevice,
+        reason: &'static str,
+    ) -> Result<(), SupervisorError> {
         self.take_udev_lock(device);
         let node = device.block.node.to_string_lossy();
-        self.start(&Verb::Attach(&node)).await
+        let started = self.start(&Verb::Attach(&node)).await;
+        metrics::daemon_restart(reason, started.is_ok());
+        started
     }
 
     /// Replaces a daemon that an earlier supervisor started and whose log this one cannot
@@ -111,7 +118,7 @@ impl ServedVolume {
     async fn adopt(&mut self, device: &NbdDevice) -> Result<(), SupervisorError> {
         self.take_size(device).await?;
         self.end_under_udev_lock(device).await?;
-        self.attach(device).await
+        self.attach(device, "adopted").await
     }
 
     /// Locks the device against udevd, as soon as it is open.

@@ -20,12 +20,21 @@ impl Deref for Supervisor {
 impl Supervisor {
     /// One that is ready.
     pub async fn start(sandbox: &Sandbox) -> Self {
+        Self::start_with(sandbox, &[]).await
+    }
+
+    /// One with further flags.
+    pub async fn start_with(sandbox: &Sandbox, args: &[String]) -> Self {
         let run_dir = sandbox.dir().join("supervisor");
         let supervisor = Self(Agent::new(
             "uring-csi-holder",
             &run_dir.join("holder.sock"),
             sandbox.dir().join("supervisor.log"),
-            vec!["--run-dir".to_owned(), run_dir.display().to_string()],
+            [
+                &["--run-dir".to_owned(), run_dir.display().to_string()],
+                args,
+            ]
+            .concat(),
         ));
         fs::create_dir_all(run_dir).unwrap();
         supervisor.restart().await;

@@ -14,18 +14,33 @@ use testkit::{
 use tonic::Code::{FailedPrecondition, Unavailable};
 
 use super::{kill_unlocked, nbds, node_with, served};
-use crate::rbd::{assert_nothing_staged, devices_over, encrypted, killed, outages, write_or_check};
+use crate::{
+    metrics::Scrape,
+    rbd::{assert_nothing_staged, devices_over, encrypted, killed, outages, write_or_check},
+};
+
+fn volumes_that_are(state: &str) -> String {
+    format!("uring_csi_supervised_volumes{{state=\"{state}\"}}")
+}
+
+fn restarts(reason: &str) -> String {
+    format!("uring_csi_daemon_restarts_total{{reason=\"{reason}\",result=\"ok\"}}")
+}
 
 #[test]
 fn data_survives_the_death_of_agent_supervisor_and_daemon() {
     ceph_story(async |sandbox, ceph| {
-        let supervisor = Supervisor::start(sandbox).await;
+        let scrape = Scrape::new();
+        let supervisor = Supervisor::start_with(sandbox, &[scrape.arg()]).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
         for kind in ["ext4", "block"] {
             let volume = served(ceph.volume(kind));
             let content = Content::new(&volume.handle);
             let target = node.up(&volume, "pod").await;
             write_or_check(&volume, &target, &content, true);
+            scrape
+                .becomes(&volumes_that_are("served"), |count| count > 0.0)
+                .await;
 
             // The agent: I/O continues.
             node.kill9().await;
@@ -36,6 +51,9 @@ fn data_survives_the_death_of_agent_supervisor_and_daemon() {
             // A daemon, with requests in flight: its successor completes them.
             supervisor.kill_daemon(&volume).await;
             write(&volume, &target, "without a daemon");
+            scrape
+                .becomes(&restarts("ended"), |count| count > 0.0)
+                .await;
 
             // The supervisor: its daemons run on, and health reports that nothing restarts them.
             supervisor.kill9().await;
@@ -44,10 +62,14 @@ fn data_survives_the_death_of_agent_supervisor_and_daemon() {
             node.stage(&volume).await.unwrap();
             supervisor.restart().await;
             until(&node, &volume, &target, &["ServerUnkept"]).await;
+            scrape
+                .becomes(&volumes_that_are("keyless"), |count| count > 0.0)
+                .await;
 
             // A stage brings the key, so that a daemon may die again.
             node.stage(&volume).await.unwrap();
             until(&node, &volume, &target, &[]).await;
+            assert_eq!(scrape.value(&restarts("adopted")), Some(1.0));
             supervisor.kill_daemon(&volume).await;
             write(&volume, &target, "again");
 
@@ -67,6 +89,9 @@ fn data_survives_the_death_of_agent_supervisor_and_daemon() {
             .await;
             supervisor.restart().await;
             until(&node, &volume, &target, &["ServerAway"]).await;
+            scrape
+                .becomes(&volumes_that_are("unserved"), |count| count > 0.0)
+                .await;
             reattach(&node, &supervisor, &volume, sandbox);
             until(&node, &volume, &target, &[]).await;
 
