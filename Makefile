@@ -26,12 +26,13 @@ build: ## Build the agents, the supervisor and uringctl
 	@scripts/setup.sh build
 	cargo build --profile $(PROFILE) --bins
 
-# BACKEND=nbd or rbd; on the test kernel if this kernel lacks the driver.
+# BACKEND=nbd or rbd; on the test kernel if this kernel lacks the driver. FAULTS=1: a disk
+# that hangs, a killed agent, foreign data, with image files on this kernel.
 demo: ## Show the whole life of volumes on this machine
 	@$(first_time)
 	@scripts/setup.sh demo
 	cargo build --profile $(PROFILE) $(AGENTS)
-	@scripts/demo.sh
+	@scripts/demo$(if $(FAULTS),_faults).sh
 
 run: ## Run both agents with a fresh pool until ^C
 	@$(first_time)

@@ -1,4 +1,4 @@
-# Sourced by demo.sh and run.sh: starts a node agent and a controller in a temporary
+# Sourced by demo.sh, demo_faults.sh and run.sh: starts a node agent and a controller in a temporary
 # directory, and removes everything at exit.
 # shellcheck shell=bash
 
@@ -17,6 +17,8 @@ backend=${BACKEND:-loop}
 # Short, because a unix socket's path has at most 107 bytes.
 work=$(mktemp -d "${TMPDIR:-/tmp}/uring-csi.XXXXXX")
 pids=()
+# The directories of the pools, on file systems of their own.
+pools=()
 # Further flags of the node agent, and of the uringctl commands that create a volume.
 node_flags=()
 class=()
@@ -28,11 +30,16 @@ mounts_below() {
   awk -v dir="$1/" 'index($5, dir) == 1 { print $5 }' /proc/self/mountinfo | sort -r
 }
 
-# The attached devices of this directory's images, except the pool's own.
+# The mounts of volumes.
+volume_mounts() { mounts_below "$work" | grep -vxF "$(printf '%s\n' "${pools[@]}")"; }
+
+# The attached devices of the pools' images, not those of the pools themselves.
 devices() {
-  local device
-  losetup --list --noheadings --output NAME,BACK-FILE |
-    awk -v dir="$work/pool/" 'index($2, dir) == 1 { print $1 }'
+  local device pool
+  for pool in "${pools[@]}"; do
+    losetup --list --noheadings --output NAME,BACK-FILE |
+      awk -v dir="$pool/" 'index($2, dir) == 1 { print $1 }'
+  done
   for device in /sys/block/nbd*; do
     if grep -qsF "$work/" "$device/backend"; then echo "/dev/${device##*/}"; fi
   done
@@ -53,9 +60,9 @@ tidy() {
   local status=$? mount device
   trap - EXIT INT TERM
   set +e
-  # A failed run's mounts and devices, while the server still runs; the pool last,
-  # because the devices' images are in it.
-  for mount in $(mounts_below "$work" | grep -vx "$work/pool"); do umount "$mount"; done
+  # A failed run's mounts and devices, while the server still runs; the pools last,
+  # because the devices' images are in them.
+  for mount in $(volume_mounts); do umount "$mount"; done
   for device in $(devices); do detach "$device"; done
   if ((${#pids[@]})); then
     kill "${pids[@]}" 2>/dev/null
@@ -63,7 +70,7 @@ tidy() {
   fi
   if [[ -n ${users:-} ]]; then exec {users}>&-; fi
   wait
-  mountpoint -q "$work/pool" && umount "$work/pool"
+  for mount in "${pools[@]}"; do umount "$mount"; done
   if ((status != 0)) && [[ -s $work/agents.log ]]; then
     echo "--- the agents' log:" >&2
     tail -n 40 "$work/agents.log" >&2
@@ -77,23 +84,25 @@ trap 'exit 130' INT TERM
 # A pool on its own XFS, which copies by reference, so that a snapshot can be taken of a
 # volume in use.
 make_pool() {
+  local dir=$work/$1
   echo "making a pool, on an XFS of its own below $work"
-  mkdir "$work/pool"
-  truncate -s 8G "$work/pool.img"
-  mkfs.xfs -q -m reflink=1 "$work/pool.img"
-  mount -o loop "$work/pool.img" "$work/pool"
+  mkdir "$dir"
+  truncate -s 8G "$dir.img"
+  mkfs.xfs -q -m reflink=1 "$dir.img"
+  mount -o loop "$dir.img" "$dir"
+  pools+=("$dir")
 }
 
 # serve_BACKEND prepares the source of volumes, and the flags for both agents and
 # uringctl.
 serve_loop() {
-  make_pool
+  make_pool pool
   node_flags+=(--pool "demo=$work/pool,local")
   controller_flags=(--node-id demo --pool "demo=$work/pool,local")
 }
 
 serve_nbd() {
-  make_pool
+  make_pool pool
   echo "starting an NBD server of it"
   nbdkit --foreground --unix "$work/nbd.sock" file dir="$work/pool" 2>>"$work/agents.log" &
   pids+=($!)
@@ -125,10 +134,8 @@ JSON
   class=(--pool "${its[pool]}" --parameter clusterID=demo --parameter imageFeatures=layering)
 }
 
-start_agents() {
-  mkdir -p "$work"/{run,state,kubelet,mnt}
-  "serve_$backend"
-  echo "starting the agents"
+# Its process id is then the last of `pids`.
+start_node() {
   uring-csi-node \
     --endpoint "$URING_CSI_NODE_ENDPOINT" \
     --node-id demo \
@@ -138,6 +145,13 @@ start_agents() {
     --allow-path "$work/mnt" \
     "${node_flags[@]}" 2>>"$work/agents.log" &
   pids+=($!)
+}
+
+start_agents() {
+  mkdir -p "$work"/{run,state,kubelet,mnt}
+  "serve_$backend"
+  echo "starting the agents"
+  start_node
   uring-csi-controller \
     --endpoint "$URING_CSI_CONTROLLER_ENDPOINT" \
     "${controller_flags[@]}" 2>>"$work/agents.log" &

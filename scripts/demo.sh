@@ -21,16 +21,8 @@ esac
 # shellcheck source=scripts/agents.sh
 source scripts/agents.sh
 
-title() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
-
-# Prints a command, runs it, prints the time that it took.
-show() {
-  local start=${EPOCHREALTIME/./}
-  printf '\033[36m$ %s\033[0m\n' "$*"
-  "$@"
-  printf '\033[2m  (%d.%03d ms)\033[0m\n' \
-    $(((${EPOCHREALTIME/./} - start) / 1000)) $(((${EPOCHREALTIME/./} - start) % 1000))
-}
+# shellcheck source=scripts/show.sh
+source scripts/show.sh
 
 title "Start a node agent and a controller"
 start_agents
@@ -76,12 +68,4 @@ show uringctl snapshot delete "$snapshot"
 show uringctl list
 show uringctl volumes
 
-left=$(
-  mounts_below "$work" | grep -vx "$work/pool"
-  devices
-)
-[[ -z $left ]] || {
-  echo "left behind: $left" >&2
-  exit 1
-}
-printf '\nNo mount and no device is left.\n'
+nothing_is_left
