@@ -199,7 +199,7 @@ def check_examples(classes):
             for error in schema_errors(doc):
                 problem(path.name, error)
             # Empty means no class: the claim names its volume.
-            wanted = doc["spec"].get("storageClassName")
+            wanted = doc.get("spec", {}).get("storageClassName")
             if doc["kind"] == "Pod":
                 check_restricted(path.name, doc["spec"])
             if wanted and wanted not in classes:

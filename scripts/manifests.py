@@ -16,7 +16,14 @@ DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 KUBERNETES = ["1.27", kubernetes_validate.latest_version()]
 # Kinds without a schema in some or all releases: custom resources, and kinds that came
 # later than the oldest.
-WITHOUT_SCHEMA = {"PodMonitor", "VolumeAttributesClass", "VolumeSnapshot", "VolumeSnapshotClass"}
+WITHOUT_SCHEMA = {
+    "PodMonitor",
+    "VolumeAttributesClass",
+    "VolumeGroupSnapshot",
+    "VolumeGroupSnapshotClass",
+    "VolumeSnapshot",
+    "VolumeSnapshotClass",
+}
 problems = []
 
 

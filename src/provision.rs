@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Done, error_chain, secret::Secrets};
 
+mod blocks;
 mod copy;
 mod error;
 pub mod images;
@@ -32,6 +33,7 @@ mod serialized;
 mod stores;
 
 pub use crate::ceph::fencing::{BadCidr, Cidr};
+pub use blocks::{BlockPage, BlockRequest};
 pub use error::ProvisionError;
 pub use orphan::{Orphan, OrphanKind, OrphanReport};
 pub use params::Parameters;
@@ -152,6 +154,29 @@ pub struct SnapshotInfo {
     pub local: bool,
     /// The handle of the group that it was taken with, if any.
     pub group: Option<String>,
+}
+
+/// A request for snapshots of several volumes at one moment.
+#[derive(Clone, Debug)]
+pub struct NewGroupSnapshot {
+    /// The name, by which a repeated request is recognised.
+    pub name: String,
+    /// The handles of the volumes, each once.
+    pub volumes: Vec<String>,
+    /// The group snapshot class' parameters.
+    pub parameters: HashMap<String, String>,
+    /// The secrets of the storage.
+    pub secrets: Secrets,
+}
+
+/// Snapshots of one moment, ready for use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupSnapshotInfo {
+    pub handle: String,
+    /// In the order of their handles.
+    pub snapshots: Vec<SnapshotInfo>,
+    /// The moment that they show.
+    pub created: SystemTime,
 }
 
 /// Part of a listing, in a stable order.
@@ -289,6 +314,7 @@ pub struct VolumeCondition {
 
 /// The optional abilities of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(clippy::struct_excessive_bools, reason = "each is of its own")]
 pub struct Abilities {
     /// It finds volumes, snapshots and room by itself, without the secrets of a
     /// request.
@@ -297,6 +323,10 @@ pub struct Abilities {
     pub modifies: bool,
     /// It needs the publish and unpublish calls of its volumes.
     pub publishes: bool,
+    /// It takes snapshots of several volumes at one moment.
+    pub groups: bool,
+    /// It tells the blocks of its snapshots.
+    pub blocks: bool,
 }
 
 /// Whether a node has released a volume that is unpublished from it.
@@ -309,6 +339,8 @@ pub enum Release {
 }
 
 const REPLICATES_NONE: &str = "image files are not replicated to another cluster";
+
+const GROUPS_NONE: &str = "snapshots of several volumes at one moment are taken of images in Ceph";
 
 const FENCES_NONE: &str = "image files are not behind a network that could be fenced";
 
@@ -447,6 +479,40 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         volume: Option<&str>,
         secrets: &Secrets,
     ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError>;
+    /// Takes snapshots of several volumes at one moment, or returns those that an equal
+    /// request took.
+    fn create_group_snapshot(
+        &self,
+        _new: &NewGroupSnapshot,
+    ) -> Result<GroupSnapshotInfo, ProvisionError> {
+        Err(ProvisionError::Unsupported(GROUPS_NONE))
+    }
+    /// Deletes a group snapshot with its snapshots; a missing one counts as deleted. A
+    /// request that names its snapshots must name all of them.
+    fn delete_group_snapshot(
+        &self,
+        _handle: &str,
+        _snapshots: &[String],
+        _secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
+        Ok(())
+    }
+    /// Looks a group snapshot up. A request that names its snapshots must name all of them.
+    fn get_group_snapshot(
+        &self,
+        handle: &str,
+        _snapshots: &[String],
+        _secrets: &Secrets,
+    ) -> Result<GroupSnapshotInfo, ProvisionError> {
+        Err(ProvisionError::NoGroupSnapshot(handle.to_owned()))
+    }
+    /// Some of the blocks of a snapshot that have data, or differ from those of another
+    /// snapshot of its volume.
+    fn snapshot_blocks(&self, _what: &BlockRequest) -> Result<BlockPage, ProvisionError> {
+        Err(ProvisionError::Unsupported(
+            "a directory of an NFS server has no blocks",
+        ))
+    }
     /// The clusters that are searched for orphans, each apart.
     fn orphan_clusters(&self) -> Result<Vec<String>, ProvisionError> {
         Ok(Vec::new())

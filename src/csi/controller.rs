@@ -27,7 +27,9 @@ use crate::{
     secret::Secrets,
 };
 
+mod blocks;
 mod copies;
+mod groups;
 mod node;
 mod orphans;
 mod publish;

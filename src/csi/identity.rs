@@ -80,6 +80,8 @@ pub fn once_each(segments: &[Segment]) -> Result<(), String> {
 pub struct Identity {
     driver_name: Arc<str>,
     readiness: Readiness,
+    /// More services than all agents have.
+    others: Vec<service::Type>,
 }
 
 impl Identity {
@@ -90,7 +92,20 @@ impl Identity {
         Self {
             driver_name: driver_name.into(),
             readiness,
+            others: Vec::new(),
         }
+    }
+
+    /// Announces the GroupController service.
+    #[cfg(feature = "controller")]
+    pub fn announce_groups(&mut self) {
+        self.others.push(service::Type::GroupControllerService);
+    }
+
+    /// Announces the SnapshotMetadata service.
+    #[cfg(feature = "controller")]
+    pub fn announce_metadata(&mut self) {
+        self.others.push(service::Type::SnapshotMetadataService);
     }
 }
 
@@ -131,12 +146,14 @@ impl identity_server::Identity for Identity {
         &self,
         _: Request<GetPluginCapabilitiesRequest>,
     ) -> Result<Response<GetPluginCapabilitiesResponse>, Status> {
+        let mut capabilities = vec![
+            service(service::Type::ControllerService),
+            service(service::Type::VolumeAccessibilityConstraints),
+            expansion(volume_expansion::Type::Online),
+        ];
+        capabilities.extend(self.others.iter().copied().map(service));
         Ok(Response::new(GetPluginCapabilitiesResponse {
-            capabilities: vec![
-                service(service::Type::ControllerService),
-                service(service::Type::VolumeAccessibilityConstraints),
-                expansion(volume_expansion::Type::Online),
-            ],
+            capabilities,
         }))
     }
 

@@ -44,8 +44,9 @@ use crate::{
             controller_admin_server::ControllerAdminServer, orphan_admin_server::OrphanAdminServer,
         },
         csi::{
-            controller_server::ControllerServer, identity_server::IdentityServer,
-            node_server::NodeServer,
+            controller_server::ControllerServer, group_controller_server::GroupControllerServer,
+            identity_server::IdentityServer, node_server::NodeServer,
+            snapshot_metadata_server::SnapshotMetadataServer,
         },
     },
     provision::{
@@ -112,7 +113,7 @@ struct ControllerOptions {
     )]
     nfs_on_delete: OnDelete,
     /// Report capabilities that are alpha in CSI 1.13 (GET_SNAPSHOT, GET_VOLUME_HEALTH,
-    /// LIST_VOLUME_HEALTH); older sidecars do not know them.
+    /// LIST_VOLUME_HEALTH, SNAPSHOT_METADATA_SERVICE); older sidecars do not know them.
     #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
     alpha_capabilities: bool,
     #[command(flatten)]
@@ -275,10 +276,20 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     // CSI's Probe: a missing pool may be mounted later, and needs no restart.
     let started = Readiness::default();
     started.set(None);
-    let identity = Identity::new(&name, started.clone());
+    let mut identity = Identity::new(&name, started.clone());
+    let able = stores.abilities();
+    if able.groups {
+        identity.announce_groups();
+    }
+    if able.blocks && options.alpha_capabilities {
+        identity.announce_metadata();
+    }
     let controller = Controller::new(stores.clone(), &name, node_id, options.alpha_capabilities);
+    let controller = Arc::new(controller);
     let mut routes = Routes::new(IdentityServer::new(identity))
-        .add_service(ControllerServer::new(controller))
+        .add_service(ControllerServer::from_arc(controller.clone()))
+        .add_service(GroupControllerServer::from_arc(controller.clone()))
+        .add_service(SnapshotMetadataServer::from_arc(controller))
         .add_service(ControllerAdminServer::new(CopyService::new(copies.clone())))
         .add_service(OrphanAdminServer::new(OrphanService::new(stores.clone())));
     if let Some(id) = node_id {

@@ -43,6 +43,18 @@ pub enum ProvisionError {
     /// No such snapshot.
     #[error("there is no snapshot {0:?}")]
     NoSnapshot(String),
+    /// No such group snapshot.
+    #[error("there is no group snapshot {0:?}")]
+    NoGroupSnapshot(String),
+    /// The request names other snapshots than the group has.
+    #[error("group snapshot {0:?} does not have the snapshots that the request names")]
+    OtherMembers(String),
+    /// Only snapshots of one volume are compared.
+    #[error("snapshots {base:?} and {target:?} are of different volumes")]
+    OtherSource { base: String, target: String },
+    /// The volumes of a group are of several backends.
+    #[error("volume {0:?} is of another backend than the others of the group snapshot")]
+    SeveralBackends(String),
     /// The name belongs to a different volume or snapshot.
     #[error("{name:?} exists already and differs: {how}")]
     Differs {
@@ -252,9 +264,11 @@ impl ProvisionError {
             | Self::BadParameter { .. }
             | Self::ClassOfNoBackend { .. }
             | Self::Range(_)
+            | Self::OtherMembers(_)
+            | Self::OtherSource { .. }
             | Self::UnsupportedUse(_) => Kind::Invalid,
             Self::Unsupported(_) => Kind::Unsupported,
-            Self::NoVolume(_) | Self::NoSnapshot(_) => Kind::NotFound,
+            Self::NoVolume(_) | Self::NoSnapshot(_) | Self::NoGroupSnapshot(_) => Kind::NotFound,
             Self::Differs { .. } => Kind::Conflict,
             Self::Size { .. } => Kind::OutOfRange,
             Self::NotHere { .. }
@@ -267,6 +281,7 @@ impl ProvisionError {
             | Self::ShareNotGiven { .. }
             | Self::NoBackend
             | Self::NoOrphans(_)
+            | Self::SeveralBackends(_)
             | Self::LoopDevice { .. }
             | Self::Exported(_)
             | Self::WritersUnknown { .. }

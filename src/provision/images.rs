@@ -35,12 +35,13 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::{
-    Abilities, Capacity, CapacityRequest, ListEntry, ListRequest, NewSnapshot, NewVolume,
-    ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo,
-    VolumeCondition, VolumeInfo, VolumeUse,
+    Abilities, BlockPage, BlockRequest, Capacity, CapacityRequest, ListEntry, ListRequest,
+    NewSnapshot, NewVolume, ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range,
+    Release, SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse,
 };
 use crate::{Kind, pool::Pools, secret::Secrets};
 
+mod blocks;
 mod capacity;
 mod catalogue;
 mod copies;
@@ -94,6 +95,8 @@ impl Provisioner for ImageStore {
             lists: true,
             modifies: false,
             publishes: false,
+            groups: false,
+            blocks: true,
         }
     }
 
@@ -199,6 +202,10 @@ impl Provisioner for ImageStore {
 
     fn delete_snapshot(&self, handle: &str, _: &Secrets) -> Result<(), ProvisionError> {
         self.delete_snapshot(handle)
+    }
+
+    fn snapshot_blocks(&self, what: &BlockRequest) -> Result<BlockPage, ProvisionError> {
+        self.snapshot_blocks(what)
     }
 
     fn get_snapshot(&self, handle: &str, _: &Secrets) -> Result<SnapshotInfo, ProvisionError> {

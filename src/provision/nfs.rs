@@ -119,6 +119,8 @@ impl Provisioner for NfsStore {
             lists: false,
             modifies: false,
             publishes: false,
+            groups: false,
+            blocks: false,
         }
     }
 

@@ -8,6 +8,7 @@
 //! volumes    delete, grow, change
 //! copies     clones; flatten: the length of their chains
 //! snapshots  images of one point in time
+//! groups     snapshots of several volumes at one moment
 //! fencing    nodes that do not release a volume; networks: those of csi-addons
 //! trash      deleted images, removed in the background
 //! listing    for calls without secrets
@@ -28,10 +29,10 @@ use std::{
 };
 
 use super::{
-    Abilities, Capacity, CapacityRequest, Cidr, ListEntry, ListRequest, NewSnapshot, NewVolume,
-    OrphanReport, ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release,
-    Replicated, ReplicationChange, ReplicationInfo, SnapshotInfo, VolumeCondition, VolumeInfo,
-    VolumeUse, serialized::KeyedMutex,
+    Abilities, BlockPage, BlockRequest, Capacity, CapacityRequest, Cidr, GroupSnapshotInfo,
+    ListEntry, ListRequest, NewGroupSnapshot, NewSnapshot, NewVolume, OrphanReport, ProvisionError,
+    Provisioner, PublishRequest, PublishedVolume, Range, Release, Replicated, ReplicationChange,
+    ReplicationInfo, SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse, serialized::KeyedMutex,
 };
 use crate::{
     Done,
@@ -48,6 +49,7 @@ use crate::{
 };
 
 mod attempt;
+mod blocks;
 mod class;
 mod copies;
 mod create;
@@ -57,6 +59,7 @@ mod error;
 mod fencing;
 mod flatten;
 mod found;
+mod groups;
 mod image_size;
 mod left_snapshots;
 mod listing;
@@ -122,6 +125,7 @@ pub struct RbdStore {
     operators: Operators,
     volumes: Journal,
     snapshots: Journal,
+    groups: Journal,
     kms: KmsConfig,
     names_of_objects: ObjectNames,
     purger: TrashPurger,
@@ -144,6 +148,7 @@ impl RbdStore {
             operators: settings.operators,
             volumes: Journal::new(JournalKind::Volume, settings.instance),
             snapshots: Journal::new(JournalKind::Snapshot, settings.instance),
+            groups: Journal::new(JournalKind::Group, settings.instance),
             kms: settings.kms,
             names_of_objects: settings.names_of_objects,
             purger: TrashPurger::new(lanes.clone(), settings.purge),
@@ -186,6 +191,8 @@ impl Provisioner for RbdStore {
             lists: self.operators.any(),
             modifies: true,
             publishes: self.fencing.after.is_some(),
+            groups: true,
+            blocks: true,
         }
     }
 
@@ -352,6 +359,35 @@ impl Provisioner for RbdStore {
         secrets: &Secrets,
     ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError> {
         self.list_snapshots(what, volume, secrets)
+    }
+
+    fn create_group_snapshot(
+        &self,
+        new: &NewGroupSnapshot,
+    ) -> Result<GroupSnapshotInfo, ProvisionError> {
+        self.create_group_snapshot(new)
+    }
+
+    fn delete_group_snapshot(
+        &self,
+        handle: &str,
+        snapshots: &[String],
+        secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
+        self.delete_group_snapshot(handle, snapshots, secrets)
+    }
+
+    fn get_group_snapshot(
+        &self,
+        handle: &str,
+        snapshots: &[String],
+        secrets: &Secrets,
+    ) -> Result<GroupSnapshotInfo, ProvisionError> {
+        self.get_group_snapshot(handle, snapshots, secrets)
+    }
+
+    fn snapshot_blocks(&self, what: &BlockRequest) -> Result<BlockPage, ProvisionError> {
+        self.snapshot_blocks(what)
     }
 
     fn orphan_clusters(&self) -> Result<Vec<String>, ProvisionError> {

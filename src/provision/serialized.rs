@@ -111,6 +111,11 @@ pub fn snapshot_named(name: &str) -> String {
     format!("snapshot name {name}")
 }
 
+/// The same for a group snapshot.
+pub fn group_snapshot_named(name: &str) -> String {
+    format!("group snapshot name {name}")
+}
+
 /// A mutex for each key in use, which waiters get in turn.
 #[derive(Clone, Debug, Default)]
 pub struct KeyedMutex(Arc<Mutex<HashMap<String, Weak<tokio::sync::Mutex<()>>>>>);

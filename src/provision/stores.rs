@@ -15,14 +15,15 @@ use std::{
 use futures_util::future::{BoxFuture, join_all};
 
 use super::{
-    Abilities, Capacity, CapacityRequest, Cidr, ListEntry, ListRequest, NewSnapshot, NewVolume,
-    Page, ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release, Replicated,
-    ReplicationChange, ReplicationInfo, SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse,
+    Abilities, BlockPage, BlockRequest, Capacity, CapacityRequest, Cidr, GroupSnapshotInfo,
+    ListEntry, ListRequest, NewGroupSnapshot, NewSnapshot, NewVolume, Page, ProvisionError,
+    Provisioner, PublishRequest, PublishedVolume, Range, Release, Replicated, ReplicationChange,
+    ReplicationInfo, SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse,
     images::ImageStore,
     nfs::{self, NfsStore},
     rbd::RbdStore,
     reclaims::Reclaims,
-    serialized::{Serialized, snapshot_named, volume_named},
+    serialized::{Serialized, group_snapshot_named, snapshot_named, volume_named},
 };
 use crate::{
     ceph::csi_format::handle::is_ours as is_ceph_handle,
@@ -252,6 +253,8 @@ impl Stores {
             lists: able.iter().all(|one| one.lists),
             modifies: able.iter().any(|one| one.modifies),
             publishes: able.iter().any(|one| one.publishes),
+            groups: able.iter().any(|one| one.groups),
+            blocks: able.iter().any(|one| one.blocks),
         }
     }
 
@@ -524,6 +527,60 @@ impl Stores {
     ) -> Result<SnapshotInfo, ProvisionError> {
         self.on(handle, "look up", move |store, handle| {
             store.get_snapshot(handle, &secrets)
+        })
+        .await
+    }
+
+    /// [`Provisioner::create_group_snapshot`].
+    pub async fn create_group_snapshot(
+        &self,
+        new: NewGroupSnapshot,
+    ) -> Result<GroupSnapshotInfo, ProvisionError> {
+        let first = new.volumes.first().map(|handle| self.kind_of(handle));
+        if let Some(other) = (new.volumes.iter()).find(|one| Some(self.kind_of(one)) != first) {
+            return Err(ProvisionError::SeveralBackends(other.clone()));
+        }
+        let store = match new.volumes.first() {
+            Some(handle) => self.of_handle(handle)?,
+            None => self.any()?,
+        };
+        store
+            .run(&group_snapshot_named(&new.name), "snapshot", move |store| {
+                store.create_group_snapshot(&new)
+            })
+            .await
+    }
+
+    /// [`Provisioner::delete_group_snapshot`].
+    pub async fn delete_group_snapshot(
+        &self,
+        handle: String,
+        snapshots: Vec<String>,
+        secrets: Secrets,
+    ) -> Result<(), ProvisionError> {
+        self.on(handle, "delete", move |store, handle| {
+            store.delete_group_snapshot(handle, &snapshots, &secrets)
+        })
+        .await
+    }
+
+    /// [`Provisioner::get_group_snapshot`].
+    pub async fn get_group_snapshot(
+        &self,
+        handle: String,
+        snapshots: Vec<String>,
+        secrets: Secrets,
+    ) -> Result<GroupSnapshotInfo, ProvisionError> {
+        self.on(handle, "look up", move |store, handle| {
+            store.get_group_snapshot(handle, &snapshots, &secrets)
+        })
+        .await
+    }
+
+    /// [`Provisioner::snapshot_blocks`].
+    pub async fn snapshot_blocks(&self, what: BlockRequest) -> Result<BlockPage, ProvisionError> {
+        self.on(what.snapshot.clone(), "look up", move |store, _| {
+            store.snapshot_blocks(&what)
         })
         .await
     }

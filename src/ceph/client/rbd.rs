@@ -4,6 +4,7 @@
 //! in a pool and namespace   create, clone_snapshot, list, trash
 //! on an open image          Image: size, features, watchers, snapshots,
 //!                           parent and children, flatten, metadata
+//! on a group of images     group: snapshots of all at one moment
 //! without opening it        Header: features, watchers, metadata
 //! ```
 //!
@@ -14,7 +15,9 @@
 
 use super::{CephError, call::owned, library::rbd as abi, rados::IoCtx};
 
+mod data;
 mod features;
+pub mod group;
 mod header;
 mod image;
 mod lineage;

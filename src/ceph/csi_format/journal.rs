@@ -7,8 +7,8 @@
 //!                           csi.imageid, …     →  see JournalEntry
 //! ```
 //!
-//! and `csi.snaps.<instance>` and `csi.snap.<uuid>` in the same way. Each line is
-//! a key of an omap. The directory, the upper one, recognises repeated creates;
+//! and `csi.snaps.<instance>` and `csi.snap.<uuid>` in the same way, and groups of snapshots
+//! ([`GroupEntry`]). Each line is a key of an omap. The directory, the upper one, recognises repeated creates;
 //! the entry, the lower one, leads from a handle to its image. The directory is
 //! in the journal's pool, the entry in the image's, mostly the same.
 //!
@@ -28,8 +28,10 @@ use crate::ceph::client::{
 };
 
 mod entry;
+mod group;
 
 pub use entry::{CreateState, JournalEntry, JournalKind, NameEntry, TEMPORARY};
+pub use group::GroupEntry;
 
 /// A journal that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -72,11 +74,12 @@ impl Journal {
         let directory = match kind {
             JournalKind::Volume => format!("csi.volumes.{instance}"),
             JournalKind::Snapshot => format!("csi.snaps.{instance}"),
+            JournalKind::Group => format!("csi.groups.{instance}"),
         };
         Self { kind, directory }
     }
 
-    /// Its kind: volumes or snapshots.
+    /// Its kind: volumes, snapshots or groups.
     pub fn kind(&self) -> JournalKind {
         self.kind
     }

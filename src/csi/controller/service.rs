@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// The measured calls, which the metrics show before the first of each.
-pub const METHODS: [&str; 16] = [
+pub const METHODS: [&str; 21] = [
     "CreateVolume",
     "DeleteVolume",
     "ControllerPublishVolume",
@@ -38,6 +38,11 @@ pub const METHODS: [&str; 16] = [
     "ControllerExpandVolume",
     "ControllerGetVolume",
     "ControllerModifyVolume",
+    "CreateVolumeGroupSnapshot",
+    "DeleteVolumeGroupSnapshot",
+    "GetVolumeGroupSnapshot",
+    "GetMetadataAllocated",
+    "GetMetadataDelta",
 ];
 
 /// A request, and how long its call may wait for the work.

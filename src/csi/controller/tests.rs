@@ -160,7 +160,11 @@ async fn alpha_capabilities_are_announced_on_request() {
 
 #[test]
 fn the_metrics_announce_every_measured_call() {
-    let source = include_str!("service.rs");
+    let source = concat!(
+        include_str!("service.rs"),
+        include_str!("groups.rs"),
+        include_str!("blocks.rs")
+    );
     let calls = source.split("answered(").skip(1);
     let named: Vec<_> = calls
         .filter_map(|after| after.trim_start().strip_prefix('"')?.split('"').next())

@@ -19,6 +19,7 @@ use crate::{
     provision::{AccessibilityRequirements, ContentSource, StoreKind, Stores},
 };
 
+mod blocks;
 mod copied;
 mod crashes;
 mod exported;

@@ -8,6 +8,8 @@
 //! a volume W of a snapshot S     S@S → clone W
 //! a volume W of a volume V       V@W-temp → clone W-temp; V@W-temp goes;
 //!                                W-temp@W → clone W;      W-temp@W goes
+//! a snapshot S of a volume V     V@S; the group is cut; V@S → clone S, and S gets what was
+//! in a group                     written in between; V@S goes; S@S is made, and stays
 //! ```
 //!
 //! So a volume keeps no snapshots that its users would see, and can be deleted before its
@@ -148,10 +150,59 @@ pub fn snapshot_of(pool: &IoCtx, volume: &str, snapshot: &str) -> Result<(), Cep
     } else {
         drop_snapshot(pool, volume, snapshot)?;
     }
+    keep(pool, snapshot)
+}
+
+/// Completes the image of a snapshot.
+fn keep(pool: &IoCtx, snapshot: &str) -> Result<(), CephError> {
     let image = Image::open(pool, snapshot, OpenMode::ReadWrite)?;
     set_metadata(&image, foreign(&image.metadata_list()?))?;
     or_exists(image.snapshot_create(snapshot))
 }
+
+/// Makes `snapshot`, in the volume's pool, a copy of the volume as its snapshot with that id
+/// shows it, which is of a group. The volume has a snapshot of the name `snapshot`, made
+/// before the group's. librbd before 19.1 clones no snapshot of a group, so this clones the
+/// volume's own, and copies what was written between the two.
+pub fn snapshot_at(pool: &IoCtx, volume: &str, snapshot: &str, id: u64) -> Result<(), CephError> {
+    let source = Image::open(pool, volume, OpenMode::ReadWrite)?;
+    let options = between(source.data_pool()?);
+    rbd::clone_snapshot(pool, volume, snapshot, pool, snapshot, &options)?;
+    let image = Image::open(pool, snapshot, OpenMode::ReadWrite)?;
+    let cut = Image::open_at(pool, volume, id)?;
+    image.grow(cut.size()?)?;
+    copy_changes(&cut, snapshot, &image)?;
+    drop(image);
+    source.snapshot_remove(snapshot)?;
+    keep(pool, snapshot)
+}
+
+/// Copies what has changed since a snapshot of the image `from`.
+fn copy_changes(from: &Image, since: &str, to: &Image) -> Result<(), CephError> {
+    let end = from.size()?;
+    let mut buffer = vec![0; PIECE];
+    for start in (0..end).step_by(PART) {
+        let part = start..end.min(start + PART as u64);
+        for changed in from.changes(Some(since), &part)? {
+            for at in changed.clone().step_by(PIECE) {
+                let left = usize::try_from(changed.end - at).unwrap_or(PIECE);
+                let piece = &mut buffer[..left.min(PIECE)];
+                from.read(at, piece)?;
+                if piece.iter().all(|byte| *byte == 0) {
+                    to.write_zeros(at, piece.len())?;
+                } else {
+                    to.write(at, piece)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Bytes copied at once.
+const PIECE: usize = 1 << 20;
+/// Bytes whose changes are looked up at once.
+const PART: usize = 1 << 30;
 
 /// Removes a snapshot that an interrupted copy left on its source.
 pub fn drop_snapshot(pool: &IoCtx, image: &str, snapshot: &str) -> Result<(), CephError> {

@@ -138,6 +138,36 @@ pub enum RbdError {
     /// The image cannot be cloned.
     #[error("image {0} lacks the feature layering, so its snapshots cannot be cloned")]
     NoLayering(String),
+    /// Nothing holds the writes to the image.
+    #[error(
+        "image {0} lacks the feature exclusive-lock, so Ceph cannot hold its writes while a group \
+         snapshot is taken: enable it (rbd feature enable), or make volumes by a class with \
+         imageFeatures: layering,exclusive-lock"
+    )]
+    NoExclusiveLock(String),
+    /// The image is in a group already, and Ceph allows one.
+    #[error(
+        "image {image} is a member of group {group:?}, and Ceph allows one group an image: another \
+         group snapshot is being taken of it, or has been given up; if the group is not needed, \
+         remove it (rbd group rm)"
+    )]
+    OtherGroup {
+        /// The image, with its pool.
+        image: String,
+        group: String,
+    },
+    /// The volumes of a group are in several clusters.
+    #[error(
+        "volume {handle:?} is not in cluster {cluster_id:?}: the volumes of a group snapshot must \
+         be in one cluster"
+    )]
+    SeveralClusters { handle: String, cluster_id: String },
+    /// ceph-csi has not completed the group snapshot.
+    #[error(
+        "ceph-csi has begun group snapshot {0:?} and not completed it: complete or delete it by \
+         ceph-csi, or take another name"
+    )]
+    ForeignGroup(String),
     /// The source of a copy is in another cluster.
     #[error(
         "the source is in cluster {there:?}, and the class creates volumes in {here:?}: a copy must \
@@ -283,11 +313,15 @@ impl RbdError {
             | Self::Snapshotted { .. }
             | Self::ClientNotRegistered { .. }
             | Self::NoLayering(_)
+            | Self::NoExclusiveLock(_)
+            | Self::SeveralClusters { .. }
             | Self::EncryptedOtherwise { .. }
             | Self::Migrated(_) => Kind::Precondition,
             Self::Flattening(_)
             | Self::KeyRotated(_)
             | Self::Contended(_)
+            | Self::OtherGroup { .. }
+            | Self::ForeignGroup(_)
             | Self::Foreign { .. }
             | Self::StillAttached { .. } => Kind::InUse,
             Self::Snapshots { .. } => Kind::Exhausted,

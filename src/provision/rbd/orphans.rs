@@ -32,7 +32,7 @@ use uuid::Uuid;
 use super::{
     super::{
         OrphanReport,
-        serialized::{snapshot_named, volume_named},
+        serialized::{group_snapshot_named, snapshot_named, volume_named},
     },
     RbdStore,
     error::RbdError,
@@ -75,6 +75,7 @@ impl Named {
         match self.kind {
             JournalKind::Volume => volume_named(&self.name),
             JournalKind::Snapshot => snapshot_named(&self.name),
+            JournalKind::Group => group_snapshot_named(&self.name),
         }
     }
 }
@@ -119,6 +120,7 @@ impl RbdStore {
         match kind {
             JournalKind::Volume => &self.volumes,
             JournalKind::Snapshot => &self.snapshots,
+            JournalKind::Group => &self.groups,
         }
     }
 }

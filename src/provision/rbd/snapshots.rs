@@ -24,7 +24,7 @@ use crate::{
         },
         csi_format::journal::{CreateState, JournalEntry, NameEntry},
     },
-    secret::Secrets,
+    secret::{Secret, Secrets},
 };
 
 impl RbdStore {
@@ -36,10 +36,7 @@ impl RbdStore {
         let prefix = name_prefix(new)?;
         let volume = self.volume(&new.volume, &new.secrets)?;
         let of = volume.recorded()?;
-        if let Some(encryption) = Encryption::of_journal(&of.entry)? {
-            let keeper = self.keeper(&new.secrets);
-            keeper.check(&encryption).map_err(RbdError::from)?;
-        }
+        self.check_key(&volume, &new.secrets)?;
         let known = self.snapshots.find(&of.journal, &new.name);
         let mut known = known.map_err(RbdError::from)?;
         loop {
@@ -129,7 +126,7 @@ impl RbdStore {
         Ok(Some(self.take(new, volume, attempt, &entry)?))
     }
 
-    fn entry(
+    pub(super) fn entry(
         &self,
         new: &NewSnapshot,
         volume: &FoundImage,
@@ -161,23 +158,10 @@ impl RbdStore {
         let pool = &volume.pool;
         let handle = handle_of(&volume.link, pool, attempt.reserved.uuid);
         if !entry.is_complete() {
-            let keeper = self.keeper(&new.secrets);
-            let encryption = Encryption::of_journal(entry)?;
-            let key = match &encryption {
-                Some(encryption) => {
-                    let source = volume.open(OpenMode::ReadOnly)?;
-                    Some(keeper.of_source(encryption, (&volume.handle, &source))?)
-                }
-                None => None,
-            };
+            let key = self.source_key(volume, entry, &new.secrets)?;
             copies::snapshot_of(pool, &volume.image, &entry.image)?;
             self.name_objects(new, volume, entry)?;
-            if let Some(encryption) = encryption {
-                let source = volume.open(OpenMode::ReadOnly)?;
-                let image = Image::open(pool, &entry.image, OpenMode::ReadWrite)?;
-                let (kept, from) = ((&encryption, &encryption), (&*volume.handle, &source));
-                keeper.copy(kept, from, (&handle, &image), key.as_ref())?;
-            }
+            self.copy_key(volume, (&handle, entry), key.as_ref(), &new.secrets)?;
             attempt.complete(entry)?;
         }
         let image = Image::open(pool, &entry.image, OpenMode::ReadOnly)?;
@@ -190,6 +174,48 @@ impl RbdStore {
             local: false,
             group: None,
         })
+    }
+
+    /// Refuses a volume whose passphrase cannot be stored for a snapshot.
+    pub(super) fn check_key(&self, volume: &FoundImage, secrets: &Secrets) -> Result<(), RbdError> {
+        match Encryption::of_journal(&volume.recorded()?.entry)? {
+            Some(encryption) => Ok(self.keeper(secrets).check(&encryption)?),
+            None => Ok(()),
+        }
+    }
+
+    /// The encryption of a volume, and the passphrase that opens it before it is copied.
+    pub(super) fn source_key(
+        &self,
+        volume: &FoundImage,
+        entry: &JournalEntry,
+        secrets: &Secrets,
+    ) -> Result<Option<(Encryption, Secret)>, RbdError> {
+        let Some(encryption) = Encryption::of_journal(entry)? else {
+            return Ok(None);
+        };
+        let source = volume.open(OpenMode::ReadOnly)?;
+        let keeper = self.keeper(secrets);
+        let key = keeper.of_source(&encryption, (&volume.handle, &source))?;
+        Ok(Some((encryption, key)))
+    }
+
+    /// Stores a volume's passphrase for its snapshot, by the snapshot's handle and entry.
+    pub(super) fn copy_key(
+        &self,
+        volume: &FoundImage,
+        (handle, entry): (&str, &JournalEntry),
+        key: Option<&(Encryption, Secret)>,
+        secrets: &Secrets,
+    ) -> Result<(), RbdError> {
+        let Some((encryption, key)) = key else {
+            return Ok(());
+        };
+        let source = volume.open(OpenMode::ReadOnly)?;
+        let image = Image::open(&volume.pool, &entry.image, OpenMode::ReadWrite)?;
+        let (kept, from) = ((encryption, encryption), (&*volume.handle, &source));
+        let keeper = self.keeper(secrets);
+        keeper.copy(kept, from, (handle, &image), Some(key))
     }
 
     /// Gives the snapshot's image the names of its own objects in Kubernetes.
@@ -218,22 +244,22 @@ impl RbdStore {
         for found in self.all_of_snapshot(handle, secrets)? {
             let name = found.name().map(snapshot_named);
             let _name = name.map(|name| self.names.lock_on_lane(&name));
+            if let Some(Recorded { entry, .. }) = &found.recorded
+                && !entry.group.is_empty()
+            {
+                let (handle, group) = (found.handle.clone(), entry.group.clone());
+                return Err(RbdError::InGroup { handle, group }.into());
+            }
             self.delete_found_snapshot(&found, secrets)?;
         }
         Ok(())
     }
 
-    fn delete_found_snapshot(
+    pub(super) fn delete_found_snapshot(
         &self,
         found: &FoundImage,
         secrets: &Secrets,
     ) -> Result<(), ProvisionError> {
-        if let Some(Recorded { entry, .. }) = &found.recorded
-            && !entry.group.is_empty()
-        {
-            let (handle, group) = (found.handle.clone(), entry.group.clone());
-            return Err(RbdError::InGroup { handle, group }.into());
-        }
         match found.open(OpenMode::ReadWrite) {
             Ok(image) => {
                 let removal = removal(&self.snapshots, found, &image)?;

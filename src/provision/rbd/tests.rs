@@ -3,9 +3,11 @@
 use futures_util::future::join_all;
 use testkit::TestCluster;
 
+mod blocks;
 mod crashes;
 mod encrypted;
 mod fencing;
+mod groups;
 mod limits;
 mod mapping;
 mod mirrored;

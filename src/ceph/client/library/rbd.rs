@@ -110,6 +110,17 @@ pub struct GroupInfo {
     pub pool: i64,
 }
 
+/// `rbd_snap_group_namespace_t`.
+#[repr(C)]
+pub struct GroupSnap {
+    pub group_pool: i64,
+    pub group: *mut c_char,
+    pub snapshot: *mut c_char,
+}
+
+/// The callback of `rbd_diff_iterate2`: offset, length, whether there is data.
+pub type DiffFn = unsafe extern "C" fn(u64, usize, c_int, *mut c_void) -> c_int;
+
 /// `RBD_MIRROR_IMAGE_DISABLING`.
 pub const MIRRORING_ENDS: c_int = 0;
 /// `RBD_MIRROR_IMAGE_ENABLED`.
@@ -134,6 +145,7 @@ const _: () = {
     assert!(size_of::<SiteStatus>() == 40);
     assert!(size_of::<MirrorStatus>() == 40);
     assert!(size_of::<GroupInfo>() == 16);
+    assert!(size_of::<GroupSnap>() == 24);
     assert!(size_of::<ImageSpec>() == 16);
     assert!(size_of::<LinkedImage>() == 48);
     assert!(size_of::<SnapSpec>() == 24);
@@ -210,6 +222,15 @@ table! {
     fn rbd_snap_list_end(snapshots: *mut SnapInfo);
     fn rbd_snap_get_namespace_type(image: Image, id: u64, kind: *mut c_int) -> c_int;
 
+    fn rbd_snap_set_by_id(image: Image, id: u64) -> c_int;
+    fn rbd_diff_iterate2(
+        image: Image, from: *const c_char, offset: u64, len: u64, include_parent: u8, whole_object: u8,
+        each: DiffFn, data: *mut c_void,
+    ) -> c_int;
+    fn rbd_read(image: Image, offset: u64, len: usize, data: *mut c_char) -> isize;
+    fn rbd_write(image: Image, offset: u64, len: usize, data: *const c_char) -> isize;
+    fn rbd_write_zeroes(image: Image, offset: u64, len: usize, zero_flags: c_int, op_flags: c_int) -> isize;
+
     fn rbd_metadata_set(image: Image, key: *const c_char, value: *const c_char) -> c_int;
     fn rbd_metadata_remove(image: Image, key: *const c_char) -> c_int;
     fn rbd_metadata_list(
@@ -232,5 +253,11 @@ table! {
         fn rbd_mirror_image_resync(image: Image) -> c_int;
         fn rbd_get_group(image: Image, group: *mut GroupInfo, group_size: usize) -> c_int;
         fn rbd_group_info_cleanup(group: *mut GroupInfo, group_size: usize) -> c_int;
+        fn rbd_group_create(io: IoCtx, group: *const c_char) -> c_int;
+        fn rbd_group_remove(io: IoCtx, group: *const c_char) -> c_int;
+        fn rbd_group_image_add(io: IoCtx, group: *const c_char, image_io: IoCtx, image: *const c_char) -> c_int;
+        fn rbd_group_snap_create(io: IoCtx, group: *const c_char, snapshot: *const c_char) -> c_int;
+        fn rbd_snap_get_group_namespace(image: Image, id: u64, group: *mut GroupSnap, group_size: usize) -> c_int;
+        fn rbd_snap_group_namespace_cleanup(group: *mut GroupSnap, group_size: usize) -> c_int;
     }
 }

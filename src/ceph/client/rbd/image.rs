@@ -32,8 +32,8 @@ pub struct Image {
 
 // SAFETY: an `rbd_image_t` may be used from any thread.
 unsafe impl Send for Image {}
-// SAFETY: librbd takes its own locks; no function is called that changes the handle itself,
-// such as the snapshot to read.
+// SAFETY: librbd takes its own locks; no function is called that changes the handle itself.
+// The snapshot to read is set before the image is shared.
 unsafe impl Sync for Image {}
 
 /// A client that has an image open for writing, or mapped.
@@ -76,6 +76,15 @@ impl Image {
             OpenMode::ReadWrite => functions.rbd_open_by_id,
         };
         Self::open_by(open, io, id)
+    }
+
+    /// Opens the image of that name as a snapshot of it shows it.
+    pub fn open_at(io: &IoCtx, name: &str, snapshot: u64) -> Result<Self, CephError> {
+        let image = Self::open(io, name, OpenMode::ReadOnly)?;
+        // SAFETY: the image is open, and nobody else has it.
+        let answer = unsafe { (image.functions().rbd_snap_set_by_id)(image.raw, snapshot) };
+        image.call("read a snapshot of").check(answer)?;
+        Ok(image)
     }
 
     fn open_by(open: OpenFn, io: &IoCtx, name: &str) -> Result<Self, CephError> {

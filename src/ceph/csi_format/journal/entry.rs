@@ -12,14 +12,17 @@ pub enum JournalKind {
     Volume,
     /// Snapshots, by ceph-csi's default in images `csi-snap-<uuid>`.
     Snapshot,
+    /// Groups of snapshots, which have no image.
+    Group,
 }
 
 impl JournalKind {
-    /// The name of the image of `uuid`.
+    /// The name of the image or group of `uuid`.
     pub fn image(self, prefix: Option<&str>, uuid: Uuid) -> String {
         let default = match self {
             Self::Volume => "csi-vol-",
             Self::Snapshot => "csi-snap-",
+            Self::Group => "csi-vol-group-",
         };
         format!("{}{uuid}", prefix.unwrap_or(default))
     }
@@ -29,12 +32,13 @@ impl JournalKind {
         match self {
             Self::Volume => "csi.volume.",
             Self::Snapshot => "csi.snap.",
+            Self::Group => "csi.volume.group.",
         }
     }
 
     pub(super) fn name_key(self) -> &'static str {
         match self {
-            Self::Volume => "csi.volname",
+            Self::Volume | Self::Group => "csi.volname",
             Self::Snapshot => "csi.snapname",
         }
     }
@@ -129,7 +133,7 @@ impl CreateState {
         }
     }
 
-    fn of(value: &str) -> Self {
+    pub(super) fn of(value: &str) -> Self {
         match value {
             "" => Self::None,
             "0" => Self::Abandoned,

@@ -46,6 +46,7 @@ fn delete_by(kind: JournalKind, handle: &str) -> String {
     match kind {
         JournalKind::Volume => format!("uringctl delete {handle}"),
         JournalKind::Snapshot => format!("uringctl snapshot delete {handle}"),
+        JournalKind::Group => format!("DeleteVolumeGroupSnapshot of {handle}"),
     }
 }
 
@@ -54,6 +55,7 @@ fn noun(kind: JournalKind) -> &'static str {
     match kind {
         JournalKind::Volume => "volume",
         JournalKind::Snapshot => "snapshot",
+        JournalKind::Group => "group snapshot",
     }
 }
 

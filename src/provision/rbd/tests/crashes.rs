@@ -12,14 +12,17 @@ use crate::Kind as K;
 
 /// Who is at work, and where.
 pub(super) struct Party<'a> {
-    rbd: &'a Stores,
-    pool: &'a str,
+    pub rbd: &'a Stores,
+    pub pool: &'a str,
 }
 
 impl Party<'_> {
     /// Repeats a call for as long as a dead process still has an image open, or its
     /// lock: Ceph knows its end by its silence.
-    async fn patiently<T>(&self, call: impl AsyncFn() -> Result<T, ProvisionError>) -> T {
+    pub(super) async fn patiently<T>(
+        &self,
+        call: impl AsyncFn() -> Result<T, ProvisionError>,
+    ) -> T {
         loop {
             match call().await {
                 Ok(done) => return done,
@@ -155,20 +158,31 @@ impl Home {
 
     /// One that makes or deletes, as soon as it is run.
     pub(super) fn victim(&self, deletes: (&[String], &[String])) -> Command {
-        let mut victim = Command::new(env::current_exe().unwrap());
+        let mut victim = self.victim_of("crashes::victim");
         victim
-            .args(["--exact", "--ignored", "--test-threads=1"])
-            .arg("provision::rbd::tests::crashes::victim")
-            .env("VICTIM_DIR", self.dir.path())
             .env("VICTIM_POOL", &self.pool)
             .env("VICTIM_DELETES", deletes.0.join(" "))
             .env("VICTIM_DELETES_SNAPSHOTS", deletes.1.join(" "));
         victim
     }
 
+    /// The victim of that name, below `tests`.
+    pub(super) fn victim_of(&self, name: &str) -> Command {
+        let mut victim = Command::new(env::current_exe().unwrap());
+        victim
+            .args(["--exact", "--ignored", "--test-threads=1"])
+            .arg(format!("provision::rbd::tests::{name}"))
+            .env("VICTIM_DIR", self.dir.path());
+        victim
+    }
+
     /// Whether a victim was ended before it was done.
     pub(super) fn crashes(&self, at: usize, deletes: (&[String], &[String])) -> bool {
-        let mut victim = self.victim(deletes);
+        self.is_killed(&mut self.victim(deletes), at)
+    }
+
+    /// Whether it ends at that change.
+    pub(super) fn is_killed(&self, victim: &mut Command, at: usize) -> bool {
         let victim = victim.env("CRASH_AT", at.to_string()).output().unwrap();
         let said = String::from_utf8_lossy(&victim.stdout);
         let crashed = std::os::unix::process::ExitStatusExt::signal(&victim.status).is_some();
@@ -182,12 +196,14 @@ impl Home {
 
     /// What is in the pool of images and journals, beside what stays.
     fn left(&self) -> BTreeSet<String> {
-        const STAY: [&str; 8] = [
+        const STAY: [&str; 10] = [
+            "csi.groups.default",
             "csi.volumes.default",
             "csi.snaps.default",
             "uring-csi.trash",
             "rbd_children",
             "rbd_directory",
+            "rbd_group_directory",
             "rbd_info",
             "rbd_trash",
             "rbd_trash_purge_schedule",

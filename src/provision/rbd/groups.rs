@@ -1,0 +1,395 @@
+//! Group snapshots: snapshots of several volumes at one moment.
+//!
+//! The journal's entry of the group names its snapshots before they are made. So an attempt
+//! that was interrupted can be undone as a whole, and is: like an image's ([`Attempt`]), it is
+//! abandoned, removed, and begun anew under another uuid. The snapshots are like others, with
+//! names of their own in the journal, but that they are deleted with their group alone.
+//!
+//! [`Attempt`]: super::attempt::Attempt
+
+use std::collections::{BTreeSet, HashMap};
+
+use uuid::Uuid;
+
+use super::{
+    super::{
+        GroupSnapshotInfo, NewGroupSnapshot, ProvisionError, SnapshotInfo, params::bad,
+        serialized::group_snapshot_named,
+    },
+    RbdStore,
+    attempt::Attempt,
+    class::pass_over,
+    error::RbdError,
+    found::{ClusterConnection, FoundImage, found, handle_of},
+    snapshots::show_snapshot,
+};
+use crate::{
+    ceph::{
+        client::{
+            or_missing,
+            rados::IoCtx,
+            rbd::{Features, OpenMode, group},
+        },
+        csi_format::{
+            handle::Handle,
+            journal::{CreateState, GroupEntry, NameEntry},
+        },
+    },
+    error_chain,
+    secret::Secrets,
+};
+
+mod cut;
+
+/// The end of the name of the group in Ceph that exists while the snapshots are taken.
+const TEMPORARY: &str = "-vg";
+
+fn temporary(group: &str) -> String {
+    format!("{group}{TEMPORARY}")
+}
+
+/// The parameters of a group snapshot class, as ceph-csi has them.
+struct GroupClass<'a> {
+    cluster_id: Option<&'a str>,
+    /// The pool of the journal; by default that of the first volume.
+    pool: Option<&'a str>,
+    /// `groupNamePrefix`: the prefix of the group's name.
+    prefix: Option<&'a str>,
+}
+
+impl<'a> GroupClass<'a> {
+    fn parse(given: &'a HashMap<String, String>) -> Result<Self, ProvisionError> {
+        const KNOWN: [&str; 3] = ["clusterID", "pool", "groupNamePrefix"];
+        for (name, value) in given {
+            match KNOWN.into_iter().find(|known| known == name) {
+                Some(known) if value.is_empty() => {
+                    return Err(bad(known, value, "it must not be empty"));
+                }
+                None if !name.starts_with("csi.storage.k8s.io/") => {
+                    pass_over("VolumeGroupSnapshotClass", name);
+                }
+                _ => {}
+            }
+        }
+        let get = |name: &str| given.get(name).map(String::as_str);
+        Ok(Self {
+            cluster_id: get("clusterID"),
+            pool: get("pool"),
+            prefix: get("groupNamePrefix"),
+        })
+    }
+}
+
+/// The place of a group snapshot's entry.
+struct GroupPlace<'a> {
+    store: &'a RbdStore,
+    link: ClusterConnection,
+    /// The pool of the name and the entry.
+    pool: IoCtx,
+    secrets: &'a Secrets,
+}
+
+impl RbdStore {
+    pub(super) fn create_group_snapshot(
+        &self,
+        new: &NewGroupSnapshot,
+    ) -> Result<GroupSnapshotInfo, ProvisionError> {
+        let _name = self.names.lock_on_lane(&group_snapshot_named(&new.name));
+        let class = GroupClass::parse(&new.parameters)?;
+        let sources = self.sources(new, &class)?;
+        let link = sources[0].link.clone();
+        let pool = match class.pool {
+            Some(name) => link.named_pool(name)?,
+            None => sources[0].pool.clone(),
+        };
+        self.use_pool(&link, &pool);
+        let place = GroupPlace {
+            store: self,
+            link,
+            pool,
+            secrets: &new.secrets,
+        };
+        let mut known = (self.groups.find(&place.pool, &new.name)).map_err(RbdError::from)?;
+        loop {
+            if let Some(reserved) = known
+                && let Some(taken) = place.resume(new, reserved)?
+            {
+                return Ok(taken);
+            }
+            for source in &sources {
+                self.check_source(source, &new.secrets)?;
+            }
+            let wanted = NameEntry {
+                uuid: Uuid::new_v4(),
+                pool_id: None,
+            };
+            known =
+                (self.groups.reserve(&place.pool, &new.name, wanted)).map_err(RbdError::from)?;
+            if known.is_none() {
+                return place.take(new, &sources, wanted, class.prefix);
+            }
+        }
+    }
+
+    /// The volumes of a request, which are in one cluster.
+    fn sources(
+        &self,
+        new: &NewGroupSnapshot,
+        class: &GroupClass<'_>,
+    ) -> Result<Vec<FoundImage>, ProvisionError> {
+        let handles: BTreeSet<_> = new.volumes.iter().collect();
+        let mut sources: Vec<FoundImage> = Vec::new();
+        for handle in handles {
+            let source = self.volume(handle, &new.secrets)?;
+            source.recorded()?;
+            let first = sources.first().unwrap_or(&source);
+            let cluster_id = class.cluster_id.unwrap_or(&first.link.config.cluster_id);
+            if source.link.config.cluster_id != cluster_id {
+                let (handle, cluster_id) = (handle.clone(), cluster_id.to_owned());
+                return Err(RbdError::SeveralClusters { handle, cluster_id }.into());
+            }
+            sources.push(source);
+        }
+        Ok(sources)
+    }
+
+    /// Refuses a volume of which no snapshot can be taken in a group.
+    fn check_source(&self, source: &FoundImage, secrets: &Secrets) -> Result<(), ProvisionError> {
+        let image = match source.open(OpenMode::ReadOnly) {
+            Err(RbdError::Lost { handle, .. }) => return Err(ProvisionError::NoVolume(handle)),
+            image => image?,
+        };
+        let features = image.features().map_err(RbdError::from)?;
+        if !features.contains(Features::LAYERING) {
+            return Err(RbdError::NoLayering(image.to_string()).into());
+        }
+        if !features.contains(Features::EXCLUSIVE_LOCK) {
+            return Err(RbdError::NoExclusiveLock(image.to_string()).into());
+        }
+        let group = image.group().map_err(RbdError::from)?;
+        if !group.is_empty() {
+            let image = image.to_string();
+            return Err(RbdError::OtherGroup { image, group }.into());
+        }
+        self.check_key(source, secrets)?;
+        Ok(self.flattener.keep_few(&image)?)
+    }
+
+    pub(super) fn delete_group_snapshot(
+        &self,
+        handle: &str,
+        snapshots: &[String],
+        secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
+        let _delete = self.purger.deletes.begin();
+        let Some((place, uuid, entry)) = self.group(handle, secrets)? else {
+            return Ok(());
+        };
+        check_members(handle, &entry, snapshots)?;
+        let _name = self.names.lock_on_lane(&group_snapshot_named(&entry.name));
+        let reserved = NameEntry {
+            uuid,
+            pool_id: None,
+        };
+        if place.abandon(&entry.name, reserved, Some(&entry))? {
+            return Ok(());
+        }
+        place.remove_members(&entry)?;
+        Ok((self.groups)
+            .forget(&place.pool, &place.pool, &entry.name, reserved)
+            .map_err(RbdError::from)?)
+    }
+
+    pub(super) fn get_group_snapshot(
+        &self,
+        handle: &str,
+        snapshots: &[String],
+        secrets: &Secrets,
+    ) -> Result<GroupSnapshotInfo, ProvisionError> {
+        let none = || ProvisionError::NoGroupSnapshot(handle.to_owned());
+        let (place, uuid, entry) = self.group(handle, secrets)?.ok_or_else(none)?;
+        if entry.state != CreateState::None {
+            return Err(none());
+        }
+        check_members(handle, &entry, snapshots)?;
+        place.show(uuid, &entry)
+    }
+
+    /// The group snapshot of a handle.
+    fn group<'a>(
+        &'a self,
+        handle: &str,
+        secrets: &'a Secrets,
+    ) -> Result<Option<(GroupPlace<'a>, Uuid, GroupEntry)>, ProvisionError> {
+        let Ok(handle) = handle.parse::<Handle>() else {
+            return Ok(None);
+        };
+        let link = self.link(handle.cluster_id(), secrets)?;
+        let pool = match link.pool(handle.pool_id()) {
+            // The pool was deleted, with its entries.
+            Err(error) if error.is_not_found() => return Ok(None),
+            pool => pool?,
+        };
+        self.use_pool(&link, &pool);
+        let entry = self.groups.read_group(&pool, handle.uuid());
+        let Some(entry) = entry.map_err(RbdError::from)? else {
+            return Ok(None);
+        };
+        let place = GroupPlace {
+            store: self,
+            link,
+            pool,
+            secrets,
+        };
+        Ok(Some((place, handle.uuid(), entry)))
+    }
+}
+
+/// Refuses a request that names other snapshots than the group has.
+fn check_members(
+    handle: &str,
+    entry: &GroupEntry,
+    snapshots: &[String],
+) -> Result<(), ProvisionError> {
+    let named: BTreeSet<_> = snapshots.iter().collect();
+    if named.is_empty() || named.into_iter().eq(entry.members.keys()) {
+        return Ok(());
+    }
+    Err(ProvisionError::OtherMembers(handle.to_owned()))
+}
+
+impl GroupPlace<'_> {
+    /// The reserved group snapshot, if it is complete. `None`: it was not, and has been
+    /// removed.
+    fn resume(
+        &self,
+        new: &NewGroupSnapshot,
+        reserved: NameEntry,
+    ) -> Result<Option<GroupSnapshotInfo>, ProvisionError> {
+        let there = self.store.groups.read_group(&self.pool, reserved.uuid);
+        let there = there.map_err(RbdError::from)?;
+        if let Some(entry) = &there
+            && entry.state == CreateState::None
+        {
+            let wanted: BTreeSet<_> = new.volumes.iter().collect();
+            if entry.created.is_none() || entry.members.is_empty() {
+                return Err(RbdError::ForeignGroup(new.name.clone()).into());
+            }
+            let shown = self.show(reserved.uuid, entry)?;
+            let sources: BTreeSet<_> = shown.snapshots.iter().map(|one| &one.source).collect();
+            if sources == wanted {
+                return Ok(Some(shown));
+            }
+            let (name, how) = (new.name.clone(), "it is of other volumes".to_owned());
+            return Err(ProvisionError::Differs { name, how });
+        }
+        if self.abandon(&new.name, reserved, there.as_ref())? {
+            return Ok(None);
+        }
+        // It was completed meanwhile.
+        Err(RbdError::Contended(new.name.clone()).into())
+    }
+
+    /// The answer for a complete group snapshot.
+    fn show(&self, uuid: Uuid, entry: &GroupEntry) -> Result<GroupSnapshotInfo, ProvisionError> {
+        let mut snapshots: Vec<SnapshotInfo> = Vec::new();
+        for handle in entry.members.keys() {
+            let member = self.store.snapshot(handle, self.secrets)?;
+            let image = member.open(OpenMode::ReadOnly)?;
+            let flattener = &self.store.flattener;
+            flattener.keep_short(&member.pool, &image, &member.image, 0)?;
+            snapshots.push(show_snapshot(&member)?);
+        }
+        let cut = snapshots.iter().map(|one| one.created).max();
+        let handle = handle_of(&self.link, &self.pool, uuid);
+        let created = entry.created.or(cut);
+        let created = created.ok_or_else(|| ProvisionError::NoGroupSnapshot(handle.clone()))?;
+        Ok(GroupSnapshotInfo {
+            handle,
+            snapshots,
+            created,
+        })
+    }
+
+    /// Removes a failed attempt; if that fails, a repeat does.
+    fn undo(&self, reserved: NameEntry, own: &GroupEntry) {
+        if let Err(error) = self.abandon(&own.name, reserved, Some(own)) {
+            let (name, error) = (&own.name, error_chain(&error));
+            tracing::warn!(
+                name,
+                error,
+                "cannot remove an incomplete group snapshot; its next create does"
+            );
+        }
+    }
+
+    /// Abandons this driver's incomplete attempt, and removes its group in Ceph and its
+    /// snapshots, the name and the entry last; false if it is complete.
+    fn abandon(
+        &self,
+        name: &str,
+        reserved: NameEntry,
+        known: Option<&GroupEntry>,
+    ) -> Result<bool, ProvisionError> {
+        let groups = &self.store.groups;
+        let abandoned = groups.abandon(&self.pool, reserved.uuid, name);
+        if !abandoned.map_err(RbdError::from)? {
+            return Ok(false);
+        }
+        if let Some(entry) = known.filter(|entry| !entry.group.is_empty()) {
+            let removed = or_missing(group::remove(&self.pool, &temporary(&entry.group)));
+            removed.map_err(RbdError::from)?;
+            self.remove_members(entry)?;
+        }
+        groups
+            .forget(&self.pool, &self.pool, name, reserved)
+            .map_err(RbdError::from)?;
+        Ok(true)
+    }
+
+    /// Removes the snapshots of a group, complete or not.
+    fn remove_members(&self, entry: &GroupEntry) -> Result<(), ProvisionError> {
+        for (handle, name) in &entry.members {
+            let Ok(parsed) = handle.parse::<Handle>() else {
+                tracing::warn!(handle, group = entry.group, "not the handle of a snapshot");
+                continue;
+            };
+            self.remove_member(&parsed, name)?;
+        }
+        Ok(())
+    }
+
+    fn remove_member(&self, handle: &Handle, name: &str) -> Result<(), ProvisionError> {
+        let store = self.store;
+        let pool = match self.link.pool(handle.pool_id()) {
+            // The pool was deleted, with its images.
+            Err(error) if error.is_not_found() => return Ok(()),
+            pool => pool?,
+        };
+        let entry = store.snapshots.read(&pool, handle.uuid());
+        let entry = entry.map_err(RbdError::from)?;
+        if let Some(entry) = entry.filter(|entry| entry.state == CreateState::None) {
+            let member = found(self.link.clone(), pool, handle.uuid(), entry)?;
+            return store.delete_found_snapshot(&member, self.secrets);
+        }
+        self.attempt(&pool, handle.uuid(), name).abandon(None)?;
+        Ok(())
+    }
+
+    /// The attempt at a snapshot of the group, whose name is in the pool of its image.
+    fn attempt<'a>(&'a self, pool: &'a IoCtx, uuid: Uuid, name: &'a str) -> Attempt<'a> {
+        Attempt {
+            store: self.store,
+            link: &self.link,
+            journal: &self.store.snapshots,
+            directory: pool,
+            pool,
+            name,
+            reserved: NameEntry {
+                uuid,
+                pool_id: None,
+            },
+            secrets: self.secrets,
+        }
+    }
+}
