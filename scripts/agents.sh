@@ -124,7 +124,7 @@ serve_rbd() {
   while IFS='=' read -r name value; do its[$name]=$value; done <"$work/ceph/ready"
   fsid=${its[fsid]}
   cat >"$work/ceph.json" <<JSON
-[{"clusterID": "demo", "monitors": ["${its[monitor]}"]}]
+[{"clusterID": "demo", "monitors": ["${its[monitors]}"]}]
 JSON
   printf %s "${its[user]}" >"$work/secret/userID"
   printf %s "${its[key]}" >"$work/secret/userKey"

@@ -1,6 +1,6 @@
 #!/usr/bin/python3
-"""cluster.py DIR [LINGER]: a Ceph cluster of one monitor, one manager and one OSD
-in memory, for tests; half a second until its pool takes I/O.
+"""cluster.py DIR [LINGER [SIZE]]: a Ceph cluster of SIZE (1) monitors, one manager
+and SIZE OSDs in memory, for tests; with one, half a second until its pool takes I/O.
 
 The caller has made DIR/users and holds a lock on it, shared (flock(2)): so may
 others. The cluster prints "ready" once DIR/ready is there; it ends, and deletes
@@ -8,7 +8,7 @@ DIR, when for LINGER seconds (0) nobody has held the lock. Whatever ends this
 process ends its daemons. SIGUSR1 starts those again that have ended.
 
 DIR/ready has lines NAME=VALUE: what a client needs. With DIR/ceph.conf, `ceph` and
-`rbd` are the administrator. DIR/{mon,mgr,osd}.pid are the daemons' process ids;
+`rbd` are the administrator. DIR/{mon.a,mgr.x,osd.0}.pid are the daemons' process ids;
 DIR/cluster.pid is this one's, and locked.
 
 Debian's own interpreter, because python3-rados belongs to it.
@@ -44,12 +44,12 @@ USER_CAPS = {
     "mgr": "profile rbd",
 }
 
-# One copy of everything on one OSD; and no waiting: for a second update of the
+# A copy of everything on each OSD, and I/O without one of several; and no waiting: for a second update of the
 # maps (paxos), between deletions (sleep), for modules that nobody asks (mgr).
 CONF = """
 [global]
 fsid = {fsid}
-mon host = [v2:{address}:3300/0,v1:{address}:6789/0]
+mon host = {monitors}
 public addr = {address}
 cluster addr = {address}
 run dir = {dir}
@@ -57,14 +57,16 @@ log file = {dir}/$name.log
 admin socket = {dir}/$name.asok
 crash dir = {dir}/crash
 keyring = {dir}/keyring
-osd pool default size = 1
-osd pool default min size = 1
+osd pool default size = {size}
+osd pool default min size = {min_size}
 osd pool default pg num = 8
 osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
 mon allow pool size one = true
 mon allow pool delete = true
 mon warn on pool no redundancy = false
+# For erasure-coded pools of images, which the OSDs below have in memory, too.
+mon debug no require bluestore for ec overwrites = true
 mon max pg per osd = 1000
 mgr initial modules =
 mgr disabled modules = influx insights iostat localpool mirroring nfs osd_perf_query osd_support prometheus restful selftest snap_schedule stats telegraf test_orchestrator zabbix alerts
@@ -72,18 +74,18 @@ mgr disabled modules = influx insights iostat localpool mirroring nfs osd_perf_q
 log file =
 admin socket =
 [mon]
-mon data = {dir}/mon
+mon data = {dir}/$type.$id
 mon cluster log file = {dir}/cluster.log
 mon data avail crit = 1
 paxos propose interval = 0.01
 paxos min wait = 0.01
 mon tick interval = 1
 [mgr]
-mgr data = {dir}/mgr
+mgr data = {dir}/$type.$id
 mgr tick period = 1
 mgr stats period = 1
 [osd]
-osd data = {dir}/osd
+osd data = {dir}/$type.$id
 osd objectstore = memstore
 memstore device bytes = 8589934592
 # By default a write in the middle of an object allocates all before it.
@@ -134,49 +136,67 @@ def keyring(entities):
 
 
 class Cluster:
-    def __init__(self, directory):
+    def __init__(self, directory, size):
         self.dir = directory
+        self.size = size
         self.conf = directory / "ceph.conf"
         self.fsid = str(uuid.uuid4())
-        # Every cluster has the usual ports, at a loopback address of its own.
-        self.address = "127." + ".".join(str(random.randint(1, 254)) for _ in range(3))
+        # Every monitor has the usual ports, at a loopback address of its own.
+        net = "127." + ".".join(str(random.randint(1, 254)) for _ in range(2))
+        first = random.randint(1, 254 - size)
+        self.monitors = {
+            name: f"{net}.{first + number}" for number, name in enumerate("abc"[:size])
+        }
         self.daemons = {}
         self.deadline = time.monotonic() + TIMEOUT
 
     def up(self):
-        names = ("mon.", "client.admin", "osd.0", "mgr.x", f"client.{USER}")
-        keys = dict(zip(names, new_keys(len(names))))
+        osds = {str(number): str(uuid.uuid4()) for number in range(self.size)}
+        of_osd = {"mon": "allow profile osd", "mgr": "allow profile osd", "osd": "allow *"}
         caps = {
             "mon.": {"mon": "allow *"},
             "client.admin": dict.fromkeys(("mon", "osd", "mgr"), "allow *"),
-            "osd.0": {"mon": "allow profile osd", "mgr": "allow profile osd", "osd": "allow *"},
             "mgr.x": {"mon": "allow profile mgr", "osd": "allow *"},
             f"client.{USER}": USER_CAPS,
+            **{f"osd.{osd}": of_osd for osd in osds},
         }
-        for name in ("mon", "osd", "mgr", "crash"):
+        keys = dict(zip(caps, new_keys(len(caps))))
+        of_daemons = [f"mon.{name}" for name in self.monitors] + [f"osd.{osd}" for osd in osds]
+        for name in (*of_daemons, "mgr.x", "crash"):
             (self.dir / name).mkdir()
         classes = next(Path("/usr").glob("lib*/rados-classes"), None)
         classes = classes or next(Path("/usr/lib").glob("*/rados-classes"))
         self.conf.write_text(
-            CONF.format(dir=self.dir, fsid=self.fsid, address=self.address, classes=classes)
+            CONF.format(
+                dir=self.dir,
+                fsid=self.fsid,
+                monitors=", ".join(map(self.address_vector, self.monitors)),
+                address=self.monitors["a"],
+                size=self.size,
+                min_size=max(1, self.size - 1),
+                classes=classes,
+            )
         )
         ring = self.dir / "keyring"
         ring.touch(mode=0o600)
         ring.write_text(keyring({name: (keys[name], caps[name]) for name in keys}))
 
-        osd_uuid = str(uuid.uuid4())
-        self.tool("ceph-mon", "-i", "a", "--mkfs", "--monmap", self.monmap(), "--keyring", ring)
-        self.daemon("mon", "a")
-        # This takes no monitor; meanwhile it starts.
-        self.tool("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd_uuid, "--no-mon-config")
+        monmap = self.monmap()
+        for name in self.monitors:
+            self.tool("ceph-mon", "-i", name, "--mkfs", "--monmap", monmap, "--keyring", ring)
+            self.daemon("mon", name)
+        # This takes no monitor; meanwhile they start.
+        for osd, of in osds.items():
+            self.tool("ceph-osd", "-i", osd, "--mkfs", "--osd-uuid", of, "--no-mon-config")
         admin = self.connect()
-        self.command(admin, "osd new", uuid=osd_uuid)
-        self.daemon("osd", "0")
+        for osd, of in osds.items():
+            self.command(admin, "osd new", uuid=of)
+            self.daemon("osd", osd)
         self.daemon("mgr", "x")
         self.command(admin, "osd pool create", pool=POOL)
         self.command(admin, "osd pool application enable", pool=POOL, app="rbd")
-        while self.command(admin, "osd stat")["num_up_osds"] < 1:
-            self.wait("the OSD does not come up")
+        while self.command(admin, "osd stat")["num_up_osds"] < self.size:
+            self.wait("an OSD does not come up")
         # Or the next request waits for objecter_tick_interval.
         admin.wait_for_latest_osdmap()
         with admin.open_ioctx(POOL) as pool:
@@ -184,18 +204,26 @@ class Cluster:
         admin.shutdown()
 
         ready = self.dir / "ready.new"
+        of_port = {
+            port: ",".join(f"{address}:{port}" for address in self.monitors.values())
+            for port in (6789, 3300)
+        }
         ready.write_text(
-            f"monitor={self.address}:6789\nmonitor_v2={self.address}:3300\n"
+            f"monitors={of_port[6789]}\nmonitors_v2={of_port[3300]}\n"
             f"fsid={self.fsid}\npool={POOL}\nuser={USER}\nkey={keys[f'client.{USER}']}\n"
             f"admin_key={keys['client.admin']}\n"
         )
         ready.rename(self.dir / "ready")
 
+    def address_vector(self, monitor):
+        address = self.monitors[monitor]
+        return f"[v2:{address}:3300/0,v1:{address}:6789/0]"
+
     def monmap(self):
-        """With `mon host` alone, the monitor would not know its own name."""
+        """With `mon host` alone, a monitor would not know its own name."""
         path = self.dir / "monmap"
-        address = f"[v2:{self.address}:3300,v1:{self.address}:6789]"
-        self.tool("monmaptool", "--create", "--fsid", self.fsid, "--addv", "a", address, path)
+        each = [("--addv", name, self.address_vector(name)) for name in self.monitors]
+        self.tool("monmaptool", "--create", "--fsid", self.fsid, *sum(each, ()), path)
         return path
 
     def tool(self, program, *args):
@@ -208,12 +236,12 @@ class Cluster:
         # The descriptors of this process are close-on-exec.
         command = ["setpriv", "--pdeathsig", "KILL", f"ceph-{kind}", "-f"]
         command += ["-c", self.conf, "-i", name]
-        with open(self.dir / f"{kind}.out", "ab") as out:
+        with open(self.dir / f"{kind}.{name}.out", "ab") as out:
             daemon = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=os.environ | MALLOC
             )
         self.daemons[kind, name] = daemon
-        (self.dir / f"{kind}.pid").write_text(f"{daemon.pid}\n")
+        (self.dir / f"{kind}.{name}.pid").write_text(f"{daemon.pid}\n")
 
     def connect(self):
         while True:
@@ -275,6 +303,7 @@ def until_unused(users, linger):
 def main():
     directory = Path(sys.argv[1]).resolve()
     linger = float(sys.argv[2]) if len(sys.argv) > 2 else 0
+    size = int(sys.argv[3]) if len(sys.argv) > 3 else 1
     # What one that was killed has left.
     for left in directory.iterdir():
         if left.is_dir():
@@ -285,7 +314,7 @@ def main():
         fcntl.flock(own, fcntl.LOCK_EX)
         own.write(f"{os.getpid()}\n")
         own.flush()
-        cluster = Cluster(directory)
+        cluster = Cluster(directory, size)
         cluster.up()
         signal.signal(signal.SIGUSR1, cluster.start_again)
         # Tests may end a daemon, too.

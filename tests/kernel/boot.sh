@@ -50,7 +50,7 @@ rm -rf "$own/share"
 mkdir -p "$own/share"
 {
   printf 'cd %q\nexport PATH=%q\n' "$PWD" "$PATH"
-  for name in SOAK_OPERATIONS STORY_SEED EVERY_STEP EVERY_FS ENDS PROPTEST_CASES; do
+  for name in SOAK_OPERATIONS STORY_SEED EVERY_STEP EVERY_FS MATRIX ENDS PROPTEST_CASES; do
     [[ ! -v $name ]] || printf 'export %s=%q\n' "$name" "${!name}"
   done
   printf '%q ' "$@"

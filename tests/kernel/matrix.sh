@@ -4,14 +4,14 @@
 # target/kernel/matrix.md, for docs/compatibility.md.
 #
 #   KERNELS="forky trixie"  the Debian suites whose User-Mode Linux is used
-#   SUITES="trixie"         the Debian suites whose Ceph is used, beside this machine's
+#   SUITES="trixie sid"     the Debian suites whose Ceph is used, beside this machine's
 #   ONLY=NAME               as in run.sh
 #
 # A suite's Ceph, its libraries, daemons and tools, runs in a root file system of that
 # suite (in_suite.sh). An empty KERNELS or SUITES omits these runs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-export TEST_KERNEL=required LONGEST=${LONGEST:-6h}
+export TEST_KERNEL=required MATRIX=1 LONGEST=${LONGEST:-6h}
 out=$(realpath -m "${CARGO_TARGET_DIR:-target}")/kernel
 mkdir -p "$out"
 . tests/kernel/build.sh
@@ -32,7 +32,7 @@ done
 unset KERNEL_SUITE
 # Fetches it with this machine's tools.
 tests/kernel/in.sh
-for suite in ${SUITES-trixie}; do
+for suite in ${SUITES-trixie sid}; do
   ONLY=${ONLY:-rbd} tests/kernel/in_suite.sh "$suite" tests/kernel/run.sh 2>&1 |
     tee "$out/matrix-ceph-$suite.log" || code=1
   row "ceph-$suite" "Ceph $(tests/kernel/in_suite.sh "$suite" ceph --version | cut -d' ' -f3), Debian $suite" "${ONLY:-rbd}"

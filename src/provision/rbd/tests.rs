@@ -9,6 +9,7 @@ mod encrypted;
 mod fencing;
 mod groups;
 mod limits;
+mod lost_daemons;
 mod mapping;
 mod mirrored;
 mod names;

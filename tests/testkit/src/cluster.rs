@@ -57,22 +57,31 @@ impl TestCluster {
         let mut checkout = DefaultHasher::new();
         env!("CARGO_MANIFEST_DIR").hash(&mut checkout);
         let name = format!("uring-csi-ceph-{:x}", checkout.finish());
-        installed().then(|| Self::at(env::temp_dir().join(name), "3"))
+        installed().then(|| Self::at(env::temp_dir().join(name), "3", "1"))
     }
 
     /// One that ends with this; else as [`TestCluster::shared`].
     pub fn own() -> Option<Self> {
-        let dir = tempfile::Builder::new().prefix("uring-csi-ceph-").tempdir();
-        installed().then(|| Self::at(dir.expect("a directory").keep(), "0"))
+        Self::of_size("1")
     }
 
-    fn at(dir: PathBuf, linger: &str) -> Self {
+    /// The same with three monitors, and three OSDs: it serves without one of each.
+    pub fn own_of_three() -> Option<Self> {
+        Self::of_size("3")
+    }
+
+    fn of_size(size: &str) -> Option<Self> {
+        let dir = tempfile::Builder::new().prefix("uring-csi-ceph-").tempdir();
+        installed().then(|| Self::at(dir.expect("a directory").keep(), "0", size))
+    }
+
+    fn at(dir: PathBuf, linger: &str, size: &str) -> Self {
         let users = enter(&dir);
         // One test looks for it and starts it, while others wait.
         let starting = File::create(dir.join("starting")).expect("a file");
         starting.lock().expect("a lock");
         if !is_alive(&dir) {
-            start(&dir, linger);
+            start(&dir, linger, size);
         }
         let ready = fs::read_to_string(dir.join("ready")).expect("what cluster.py says");
         let mut said: HashMap<_, _> = (ready.lines())
@@ -80,8 +89,8 @@ impl TestCluster {
             .collect();
         let mut take = |name| said.remove(name).expect("a value of each name").to_owned();
         Self {
-            monitors: vec![take("monitor")],
-            monitors_v2: vec![take("monitor_v2")],
+            monitors: take("monitors").split(',').map(str::to_owned).collect(),
+            monitors_v2: take("monitors_v2").split(',').map(str::to_owned).collect(),
             fsid: take("fsid"),
             pool: take("pool"),
             user: take("user"),
@@ -140,6 +149,28 @@ impl TestCluster {
         name
     }
 
+    /// Makes an erasure-coded pool for the data of images, in a cluster of three: two chunks
+    /// of data and one of their code, of which any two are enough.
+    pub fn erasure_coded_pool(&self) -> String {
+        let name = format!("test-{}", uuid::Uuid::new_v4().simple());
+        let code = ["k=2", "m=1", "crush-failure-domain=osd"];
+        let profile = ["osd", "erasure-code-profile", "set", &name];
+        self.ceph(&[&profile[..], &code].concat());
+        self.ceph(&["osd", "pool", "create", &name, "8", "8", "erasure", &name]);
+        for (setting, value) in [("min_size", "2"), ("allow_ec_overwrites", "true")] {
+            self.ceph(&["osd", "pool", "set", &name, setting, value]);
+        }
+        self.ceph(&["osd", "pool", "application", "enable", &name, "rbd"]);
+        name
+    }
+
+    /// The first monitor, which leads, and the first OSD are killed, with all that they have.
+    pub fn lose_daemons(&self) {
+        for daemon in ["mon.a", "osd.0"] {
+            kill_process(self.pid(daemon), Signal::KILL).expect("a daemon");
+        }
+    }
+
     /// The OSD stops answering, and keeps its connections.
     pub fn freeze_osd(&self) {
         kill_process(self.osd(), Signal::STOP).expect("an OSD");
@@ -174,9 +205,8 @@ impl TestCluster {
         let (net, _) = address.rsplit_once('.').expect("four parts");
         let moved = format!("{net}.{}", if last == 254 { 1 } else { last + 1 });
         self.ceph(&["mon", "getmap", "-o", &file("monmap.b")]);
-        fs::create_dir(file("mon-b")).expect("a directory");
+        fs::create_dir(file("mon.b")).expect("a directory");
         let public = format!("--public-addrv=[v2:{moved}:3300/0,v1:{moved}:6789/0]");
-        let data = format!("--mon-data={}", file("mon-b"));
         let monitor = |more: &[&str]| {
             let mut command = Command::new("setpriv");
             command
@@ -189,7 +219,7 @@ impl TestCluster {
                     "-i",
                     "b",
                 ])
-                .args([&data, &public])
+                .arg(&public)
                 .args(more)
                 .stdin(Stdio::null())
                 .stdout(Stdio::null());
@@ -222,11 +252,11 @@ impl TestCluster {
             _ => format!("{line}\n"),
         });
         fs::write(file("ceph.conf"), settings.collect::<String>()).expect("a configuration");
-        let first = self.pid("mon");
+        let first = self.pid("mon.a");
         kill_process(first, Signal::KILL).expect("a monitor");
         until("the monitor ends", || test_kill_process(first).is_err());
         // Nor does it return with the restarted ones.
-        fs::remove_dir_all(file("mon")).expect("its data");
+        fs::remove_dir_all(file("mon.a")).expect("its data");
         // Not by `mon remove`: the removed monitor may end before the other gets the new
         // map, and then the other waits for it for ever.
         moved.end();
@@ -243,7 +273,7 @@ impl TestCluster {
     }
 
     fn osd(&self) -> Pid {
-        self.pid("osd")
+        self.pid("osd.0")
     }
 
     fn pid(&self, of: &str) -> Pid {
@@ -343,11 +373,11 @@ fn is_alive(dir: &Path) -> bool {
 }
 
 /// Starts it, and waits until it takes I/O.
-fn start(dir: &Path, linger: &str) {
+fn start(dir: &Path, linger: &str, size: &str) {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("ceph/cluster.py");
     let mut cluster = Command::new(script)
         .arg(dir)
-        .arg(linger)
+        .args([linger, size])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(File::create(dir.join("said")).expect("a file"))

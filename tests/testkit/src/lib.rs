@@ -41,6 +41,7 @@ mod stuck;
 mod supervisor;
 mod vault;
 mod volume;
+mod writer;
 
 use std::{env, fmt::Debug, net::TcpListener, panic::resume_unwind, thread, time::Duration};
 
@@ -83,6 +84,7 @@ pub use supervisor::Supervisor;
 use tonic::{Code, Status};
 pub use vault::VaultServer;
 pub use volume::{Mode, Volume};
+pub use writer::Writer;
 
 pub const MIB: u64 = 1 << 20;
 
