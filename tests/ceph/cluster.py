@@ -106,14 +106,6 @@ osd recovery sleep = 0.001
 """
 
 
-# By default glibc keeps the memory of deleted objects: Debian's daemons use its allocator.
-MALLOC = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "16384",
-    "MALLOC_TRIM_THRESHOLD_": "131072",
-}
-
-
 def new_keys(count):
     """cephx secrets: the type, when each was made (two numbers), the length, and the random
     bytes (CryptoKey::encode). They have the type of one that Ceph's tool makes: a new
@@ -237,9 +229,7 @@ class Cluster:
         command = ["setpriv", "--pdeathsig", "KILL", f"ceph-{kind}", "-f"]
         command += ["-c", self.conf, "-i", name]
         with open(self.dir / f"{kind}.{name}.out", "ab") as out:
-            daemon = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=os.environ | MALLOC
-            )
+            daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         self.daemons[kind, name] = daemon
         (self.dir / f"{kind}.{name}.pid").write_text(f"{daemon.pid}\n")
 
