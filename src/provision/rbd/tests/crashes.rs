@@ -136,6 +136,15 @@ async fn victim() {
     }
 }
 
+/// Whether a victim ends at that change.
+pub(super) fn ends_at(victim: &mut Command, at: usize) -> bool {
+    let victim = victim.env("CRASH_AT", at.to_string()).output().unwrap();
+    let said = String::from_utf8_lossy(&victim.stdout);
+    let crashed = std::os::unix::process::ExitStatusExt::signal(&victim.status).is_some();
+    assert!(crashed || victim.status.success(), "{said}");
+    crashed
+}
+
 impl Home {
     /// A cluster that forgets its dead soon, and whose manager takes no tasks: so
     /// that all is done when it is done here.
@@ -178,16 +187,7 @@ impl Home {
 
     /// Whether a victim was ended before it was done.
     pub(super) fn crashes(&self, at: usize, deletes: (&[String], &[String])) -> bool {
-        self.is_killed(&mut self.victim(deletes), at)
-    }
-
-    /// Whether it ends at that change.
-    pub(super) fn is_killed(&self, victim: &mut Command, at: usize) -> bool {
-        let victim = victim.env("CRASH_AT", at.to_string()).output().unwrap();
-        let said = String::from_utf8_lossy(&victim.stdout);
-        let crashed = std::os::unix::process::ExitStatusExt::signal(&victim.status).is_some();
-        assert!(crashed || victim.status.success(), "{said}");
-        crashed
+        ends_at(&mut self.victim(deletes), at)
     }
 
     fn rados(&self, args: &[&str]) -> String {

@@ -10,7 +10,10 @@ use std::{
     time::SystemTime,
 };
 
-use super::{crashes::Party, *};
+use super::{
+    crashes::{Party, ends_at},
+    *,
+};
 use crate::{
     ceph::client::rbd::{Image, OpenMode, group},
     provision::{GroupSnapshotInfo, NewGroupSnapshot},
@@ -327,7 +330,7 @@ async fn an_interrupted_group_snapshot_is_finished() {
         victim
             .env("VICTIM_VOLUMES", handles.join(" "))
             .env("VICTIM_GROUP", group);
-        home.is_killed(&mut victim, at)
+        ends_at(&mut victim, at)
     };
     let step = if std::env::var_os("EVERY_STEP").is_some() {
         1
