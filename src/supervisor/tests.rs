@@ -5,10 +5,12 @@
 use std::{
     fs::{self, File},
     io::{Read as _, Seek as _, Write as _},
+    os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
+use rustix::process::{Pid, Signal, kill_process};
 use testkit::{TestCluster, skip_test};
 use tokio::time::sleep;
 
@@ -179,6 +181,11 @@ impl Supervisor {
     }
 }
 
+fn signal(pid: Option<i32>, signal: Signal) {
+    let pid = Pid::from_raw(pid.expect("a daemon")).unwrap();
+    kill_process(pid, signal).unwrap();
+}
+
 fn wrong_key() -> Secret {
     Secret::new("AQD9jwFrAAAAABAAuX/tNCvFFjDZjYv/o18bHA==".to_owned())
 }
@@ -204,6 +211,47 @@ fn assert_holds(node: &Path, at: u64, byte: u8, count: usize) {
     let mut read = vec![0; count];
     file.read_exact(&mut read).unwrap();
     assert!(read == vec![byte; count], "not what was written at {at}");
+}
+
+#[test]
+fn an_unmap_waits_for_a_disconnect_that_takes_long() {
+    let Some(test) = Test::new("late") else {
+        return;
+    };
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
+    let daemon = supervisor.status(&test).pid;
+    signal(daemon, Signal::STOP);
+    // For a request in flight the disconnect waits for a second.
+    let device = crate::kernel::nbd::NbdDevice::attached_as(&test.spec.volume_id);
+    let dev = device.unwrap().expect("a device").block.dev;
+    let reading = std::thread::spawn(move || {
+        // Where udevd, which looks for superblocks, has read nothing into the page cache.
+        let file = File::open(node).unwrap();
+        let _ = file.read_at(&mut [0; 4096], 32 << 20);
+    });
+    supervisor.until("a request", || {
+        crate::kernel::sysfs::in_flight(dev).unwrap() > 0
+    });
+    let late = async {
+        let is_late = || {
+            let trouble = supervisor.status(&test).trouble;
+            trouble.is_some_and(|why| why.contains("not disconnected"))
+        };
+        while !is_late() {
+            sleep(Duration::from_millis(10)).await;
+        }
+        signal(daemon, Signal::CONT);
+    };
+    let (unmapped, late) = supervisor.runtime.block_on(async {
+        tokio::join!(
+            supervisor.keeper.unmap(&test.spec.volume_id),
+            tokio::time::timeout(TIMEOUT, late)
+        )
+    });
+    late.expect("it is reported");
+    assert_eq!(unmapped.unwrap(), Done::Now);
+    reading.join().unwrap();
 }
 
 #[test]

@@ -8,10 +8,10 @@ use std::{
 
 use rustix::{
     fs::{FlockOperation, flock},
-    process::{Pid, Signal, kill_process},
+    process::Signal,
 };
 
-use super::{MIB, Test, assert_holds, write, wrong_key};
+use super::{MIB, Test, assert_holds, signal, write, wrong_key};
 use crate::{
     Done,
     secret::Secret,
@@ -20,11 +20,6 @@ use crate::{
 
 fn kill(pid: Option<i32>) {
     signal(pid, Signal::KILL);
-}
-
-fn signal(pid: Option<i32>, signal: Signal) {
-    let pid = Pid::from_raw(pid.expect("a daemon")).unwrap();
-    kill_process(pid, signal).unwrap();
 }
 
 #[test]

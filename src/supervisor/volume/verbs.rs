@@ -1,6 +1,9 @@
 //! The commands of a volume: map, reattach, grow, unmap.
 
-use std::time::{Duration, Instant};
+use std::{
+    pin::pin,
+    time::{Duration, Instant},
+};
 
 use tokio::time::{sleep, timeout};
 
@@ -14,7 +17,9 @@ use crate::{
 
 /// The longest time to choose a device, again if another process takes it meanwhile.
 const CHOOSE_WITHIN: Duration = Duration::from_secs(20);
-/// The longest time until a device is open, and until it is detached after its daemon.
+/// When a disconnect is reported that has not ended.
+const LATE_AFTER: Duration = Duration::from_millis(if cfg!(test) { 300 } else { 10_000 });
+/// The longest time until a device is detached after its daemon.
 const GONE_WITHIN: Duration = Duration::from_secs(20);
 
 impl ServedVolume {
@@ -169,19 +174,25 @@ impl ServedVolume {
         let done = match self.device()? {
             None => Done::Already,
             Some(device) => {
-                let stuck = || SupervisorError::Io {
-                    what: "disconnect in time",
-                    subject: device.block.node.display().to_string(),
-                    source: std::io::ErrorKind::TimedOut.into(),
-                };
                 let (taken, cookie) = (device.block.clone(), self.id.clone());
                 let is_served = self.daemon.is_some();
                 let opened = self.open_guard.as_mut().and_then(OpenGuard::file);
                 let lanes = &self.shared.lanes;
-                let down = lanes.run(&self.id, "disconnect", move || {
+                let mut down = pin!(lanes.run(&self.id, "disconnect", move || {
                     disconnect(&taken, &cookie, is_served, opened.as_deref())
-                });
-                timeout(GONE_WITHIN, down).await.map_err(|_| stuck())??;
+                }));
+                if let Ok(ended) = timeout(LATE_AFTER, &mut down).await {
+                    ended?;
+                } else {
+                    let why = "the kernel has not disconnected the device yet".to_owned();
+                    let before = self.trouble.replace(why);
+                    self.tell(Some(&device));
+                    // No other command may begin meanwhile: a daemon that it started would
+                    // lose the device when this ends.
+                    let ended = down.await;
+                    self.trouble = before;
+                    ended?;
+                }
                 Done::Now
             }
         };
