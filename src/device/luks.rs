@@ -37,8 +37,10 @@ use crate::{
     secret::Secret,
 };
 
+mod header;
 mod key_slots;
 
+use header::LuksHeader;
 pub use key_slots::KeySlots;
 
 /// Why a device could not be encrypted, opened, resized or closed. The text
@@ -288,22 +290,10 @@ pub fn resize(name: &str) -> Result<u64, LuksError> {
     size.map_err(failed(format!("read the size of the mapping {name}")))
 }
 
-/// Whether a LUKS header is complete and has a key. An interrupted format leaves neither:
-/// it writes the header's start, then its checksum, and its key last.
+/// Whether a LUKS header is complete and has a key.
 pub fn is_whole(under: &BlockDev) -> Result<bool, LuksError> {
-    let node = under.node.to_string_lossy();
-    let args = ["--dump-json-metadata", &node];
-    let dump = match cryptsetup("luksDump", &args, &node) {
-        Err(LuksError::Failed { status, .. }) if status.code() == Some(NOT_LUKS) => {
-            return Ok(false);
-        }
-        dump => dump?,
-    };
-    let dump: serde_json::Value = serde_json::from_slice(&dump)
-        .map_err(|error| failed(format!("read the LUKS header of {node}"))(error.into()))?;
-    Ok(dump["keyslots"]
-        .as_object()
-        .is_none_or(|slots| !slots.is_empty()))
+    let header = LuksHeader::read(&under.node.to_string_lossy())?;
+    Ok(header.is_some_and(|header| !header.keyslots.is_empty()))
 }
 
 /// A mapping, and the device below it.
@@ -378,8 +368,6 @@ fn read_if_there(device: &Path) -> io::Result<Option<Mapping>> {
     }))
 }
 
-/// cryptsetup(8): wrong parameters, such as a device without a header.
-const NOT_LUKS: i32 = 1;
 /// cryptsetup(8): wrong passphrase.
 const NO_PERMISSION: i32 = 2;
 /// cryptsetup(8): the device is busy.

@@ -2,35 +2,50 @@
 //!
 //! ```text
 //!  before      slot 0: old
-//!  token       {"type": "uring-csi-rotation", "slots": ["0", "1"]}
-//!  aside       slot 0: old    slot 1: old
-//!              slot 0: -      slot 1: old
-//!  new         slot 0: new    slot 1: old
+//!  token       {"type": "uring-csi-rotation", "slots": [0, 31], "iterations": N}
+//!  aside       slot 0: old    slot 31: old
+//!              slot 0: -      slot 31: old
+//!  new         slot 0: new    slot 31: old
 //!  store       the caller stores the new one: from here on it counts
-//!  after       slot 0: new    slot 1: -        and no token
+//!  after       slot 0: new    slot 31: -        and no token
 //! ```
 //!
 //! The header opens with the stored passphrase at each of these steps. The token, which
-//! cryptsetup and ceph-csi ignore, names the two slots, so that the next rotation finishes
-//! one that was interrupted: of the two it keeps the slot that the stored passphrase opens.
-//! It leaves all other slots alone, which are an administrator's. The passphrase ends in slot
-//! 0, where ceph-csi's rotation replaces it, unless an administrator has that.
+//! cryptsetup and ceph-csi ignore, names the slots of the rotation, so that the next one
+//! finishes one that was interrupted: of these slots it keeps one that the stored passphrase
+//! opens. Meanwhile an administrator may have added a key to one of them. So the rotation
+//! derives its keys by PBKDF2 with a random number of iterations, which the token has before
+//! there is a key: a slot with another number is none of its own, and stays.
+//! The passphrase ends in slot 0, where ceph-csi's rotation replaces it, unless an
+//! administrator has that.
 //!
 //! LUKS2 On-Disk Format Specification, 3.3 and 3.4: a token may have keys of its own, and
 //! belong to no slot.
 
-use std::collections::BTreeMap;
-
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::{LuksError, PassphraseOrigin, cryptsetup, derive_key, failed, run};
+use super::{
+    LuksError, cryptsetup, derive_key,
+    header::{KeySlot, LuksHeader},
+    run,
+};
 use crate::{crash_point, kernel::block::BlockDev, secret::Secret};
 
 /// The type of the token of a rotation under way.
 const TOKEN: &str = "uring-csi-rotation";
 /// The slots of a LUKS2 header (`LUKS2_KEYSLOTS_MAX`).
 const SLOTS: u32 = 32;
+/// The least that cryptsetup takes.
+const LEAST_ITERATIONS: u32 = 1000;
+
+/// What the token of a rotation under way tells.
+#[derive(Debug, Default, Deserialize)]
+struct Rotation {
+    slots: Vec<u32>,
+    /// Of the keys that it adds.
+    iterations: u32,
+}
 
 /// A header whose passphrase is to be replaced.
 #[derive(Debug)]
@@ -38,21 +53,6 @@ pub struct KeySlots<'a> {
     node: String,
     /// Its failure domain.
     domain: &'a str,
-}
-
-/// A header's metadata (`luksDump --dump-json-metadata`).
-#[derive(Debug, Deserialize)]
-struct LuksHeader {
-    keyslots: BTreeMap<u32, Value>,
-    tokens: BTreeMap<u32, LuksToken>,
-}
-
-/// A token; `slots` is of a rotation's own.
-#[derive(Debug, Deserialize)]
-struct LuksToken {
-    r#type: String,
-    #[serde(default)]
-    slots: Vec<String>,
 }
 
 impl<'a> KeySlots<'a> {
@@ -63,28 +63,29 @@ impl<'a> KeySlots<'a> {
         }
     }
 
-    /// Removes what an interrupted rotation has left: of its two slots the one that the
-    /// stored passphrase does not need. `settle` stores that passphrase once more, so that
-    /// no late request of the interrupted one can replace it.
+    /// Removes what an interrupted rotation has left: of its key slots those that the stored
+    /// passphrase does not need. `settle` stores that passphrase once more, so that no late
+    /// request of the interrupted one can replace it.
     pub fn finish<E: From<LuksError>>(
         &self,
         stored: &Secret,
         settle: impl Fn() -> Result<(), E>,
     ) -> Result<(), E> {
         let header = self.header()?;
-        let tokens = header.tokens.iter();
-        for (id, token) in tokens.filter(|(_, token)| token.r#type == TOKEN) {
+        for (id, rotation) in header.rotations() {
             settle()?;
-            let slots = token.slots.iter().filter_map(|slot| slot.parse().ok());
+            let slots = rotation.slots.iter().copied();
             let slots: Vec<u32> = slots
                 .filter(|slot| header.keyslots.contains_key(slot))
                 .collect();
             if let Some(kept) = self.opening(&slots, stored)? {
-                for slot in slots.iter().filter(|slot| **slot != kept) {
-                    self.kill(*slot, stored)?;
+                for slot in slots.into_iter().filter(|slot| *slot != kept) {
+                    if header.is_of(&rotation, slot) {
+                        self.kill(slot, stored)?;
+                    }
                 }
             }
-            self.remove_token(*id)?;
+            self.remove_token(id)?;
         }
         Ok(())
     }
@@ -101,40 +102,40 @@ impl<'a> KeySlots<'a> {
         let node = || self.node.clone().into();
         let current = self.opening(&slots, old)?;
         let current = current.ok_or_else(|| LuksError::Passphrase { node: node() })?;
-        let free = (0..SLOTS).find(|slot| !slots.contains(slot));
-        let free = free.ok_or_else(|| LuksError::NoSlot { node: node() })?;
-        self.add_token([current, free])?;
+        let aside = (0..SLOTS).rfind(|slot| !slots.contains(slot));
+        let aside = aside.ok_or_else(|| LuksError::NoSlot { node: node() })?;
+        let is_free = |slot: &u32| !slots.contains(slot) && *slot != aside;
+        let to = (0..current).find(is_free).unwrap_or(current);
+        let iterations = header.unused_iterations();
+        // `finish` prefers the first, and never removes the current key.
+        let named = [current, aside, to];
+        let named = if to == current { &named[..2] } else { &named };
+        self.add_token(named, iterations)?;
         crash_point();
-        // The lowest free slot is 0 unless that is the current one, or an administrator's.
-        let (from, to) = if current == 0 {
-            self.add(free, old, old)?;
-            crash_point();
-            self.kill(current, old)?;
-            crash_point();
-            (free, current)
-        } else {
-            (current, free)
-        };
-        self.add(to, old, new)?;
+        self.add((aside, iterations), old, old)?;
+        crash_point();
+        self.kill(current, old)?;
+        crash_point();
+        self.add((to, iterations), old, new)?;
         crash_point();
         if self.opening(&[to], new)?.is_none() {
             return Err(LuksError::Passphrase { node: node() }.into());
         }
         store()?;
         crash_point();
-        self.kill(from, new)?;
+        self.kill(aside, new)?;
         crash_point();
-        for id in self.header()?.tokens_of_rotations() {
+        for (id, _) in self.header()?.rotations() {
             self.remove_token(id)?;
         }
         Ok(())
     }
 
     fn header(&self) -> Result<LuksHeader, LuksError> {
-        let args = ["--dump-json-metadata", &self.node];
-        let dump = cryptsetup("luksDump", &args, &self.node)?;
-        serde_json::from_slice(&dump)
-            .map_err(|error| failed(format!("read the LUKS header of {}", self.node))(error.into()))
+        LuksHeader::read(&self.node)?.ok_or_else(|| {
+            let node = self.node.clone().into();
+            LuksError::Unfinished { node }
+        })
     }
 
     /// The first of these slots that the passphrase opens.
@@ -151,20 +152,27 @@ impl<'a> KeySlots<'a> {
         Ok(None)
     }
 
-    /// Adds a passphrase to a free slot; cryptsetup reads both from its standard input, the
-    /// old one by its length.
-    fn add(&self, slot: u32, old: &Secret, new: &Secret) -> Result<(), LuksError> {
+    /// Adds a passphrase to a free slot, whose key is derived with that many iterations;
+    /// cryptsetup reads both passphrases from its standard input, the old one by its length.
+    fn add(
+        &self,
+        (slot, iterations): (u32, u32),
+        old: &Secret,
+        new: &Secret,
+    ) -> Result<(), LuksError> {
         let slot = format!("--key-slot={slot}");
+        let iterations = format!("--pbkdf-force-iterations={iterations}");
         let length = format!("--keyfile-size={}", old.reveal().len());
-        let fixed = [
+        let args = [
             "--batch-mode",
+            "--pbkdf=pbkdf2",
+            &iterations,
             &slot,
             &length,
             "--key-file=-",
             &self.node,
             "-",
         ];
-        let args = [PassphraseOrigin::Random.derivation(), &fixed].concat();
         let both = Secret::new([old.reveal(), new.reveal()].concat());
         derive_key("luksAddKey", &args, &self.node, both.reveal(), self.domain).map(drop)
     }
@@ -194,9 +202,10 @@ impl<'a> KeySlots<'a> {
         .map(drop)
     }
 
-    fn add_token(&self, slots: [u32; 2]) -> Result<(), LuksError> {
-        let slots = slots.map(|slot| slot.to_string());
-        let token = json!({"type": TOKEN, "keyslots": [], "slots": slots}).to_string();
+    fn add_token(&self, slots: &[u32], iterations: u32) -> Result<(), LuksError> {
+        let token =
+            json!({"type": TOKEN, "keyslots": [], "slots": slots, "iterations": iterations});
+        let token = token.to_string();
         let args = ["import", "--json-file=-", &self.node];
         run("token", &args, &self.node, token.as_bytes(), || {}).map(drop)
     }
@@ -208,9 +217,29 @@ impl<'a> KeySlots<'a> {
 }
 
 impl LuksHeader {
-    fn tokens_of_rotations(&self) -> Vec<u32> {
-        let of_rotation = |(id, token): (&u32, &LuksToken)| (token.r#type == TOKEN).then_some(*id);
-        self.tokens.iter().filter_map(of_rotation).collect()
+    /// A random number of iterations that no slot has. It is small: the passphrase is random,
+    /// so a guess may be cheap ([`super::PassphraseOrigin::Random`]).
+    fn unused_iterations(&self) -> u32 {
+        let mut bytes = [0; 2];
+        getrandom::fill(&mut bytes).expect("the kernel has random bytes");
+        let from = LEAST_ITERATIONS + u32::from(u16::from_le_bytes(bytes));
+        let is_used = |number| (self.keyslots.values()).any(|slot| slot.iterations() == number);
+        let unused = (from..=u32::MAX).find(|number| !is_used(Some(*number)));
+        unused.expect("there are fewer slots than numbers")
+    }
+
+    /// The tokens of rotations under way.
+    fn rotations(&self) -> impl Iterator<Item = (u32, Rotation)> {
+        let tokens = self.tokens.iter();
+        let rotations = tokens.filter(|(_, token)| token["type"] == TOKEN);
+        // Of one that does not tell its slots, none may be removed.
+        rotations.map(|(id, token)| (*id, Rotation::deserialize(token).unwrap_or_default()))
+    }
+
+    /// Whether the rotation has added the key in the slot.
+    fn is_of(&self, rotation: &Rotation, slot: u32) -> bool {
+        let of_slot = self.keyslots.get(&slot).and_then(KeySlot::iterations);
+        of_slot == Some(rotation.iterations)
     }
 }
 

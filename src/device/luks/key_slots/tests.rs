@@ -6,7 +6,10 @@ use std::{
     process::Command,
 };
 
-use super::*;
+use super::{
+    super::{PassphraseOrigin, failed},
+    *,
+};
 use crate::kernel::Dev;
 
 /// A header in a file, and beside it the stored passphrase.
@@ -44,7 +47,7 @@ impl Encrypted {
     fn opened(&self) -> (u32, Vec<u32>) {
         let slots = self.slots();
         let header = slots.header().unwrap();
-        assert!(header.tokens_of_rotations().is_empty());
+        assert_eq!(header.rotations().count(), 0);
         let all: Vec<u32> = header.keyslots.into_keys().collect();
         let first = slots.opening(&all, &self.stored()).unwrap();
         (first.expect("the stored passphrase opens it"), all)
@@ -53,7 +56,9 @@ impl Encrypted {
     /// Adds an administrator's key to a slot.
     fn add(&self, slot: u32) {
         let key = Secret::new("an administrator's".to_owned());
-        self.slots().add(slot, &self.stored(), &key).unwrap();
+        self.slots()
+            .add((slot, 1000), &self.stored(), &key)
+            .unwrap();
     }
 }
 
@@ -106,7 +111,7 @@ fn the_keys_of_an_administrator_stay() {
     // In the slot that a rotation prefers.
     let slots = encrypted.slots();
     let own = encrypted.stored();
-    slots.add(7, &own, &own).unwrap();
+    slots.add((7, 1000), &own, &own).unwrap();
     slots.kill(0, &own).unwrap();
     encrypted.add(0);
     encrypted.rotate().unwrap();
@@ -192,6 +197,27 @@ fn crashes(dir: &Path, at: usize) -> bool {
     let crashed = std::os::unix::process::ExitStatusExt::signal(&victim.status).is_some();
     assert!(crashed || victim.status.success(), "{said}");
     crashed
+}
+
+#[test]
+fn a_key_added_after_a_killed_rotation_stays() {
+    // The slot where its copy would go, the one it has just left, and the one it moves to.
+    for (own, at, slot) in [(0, 0, 31), (0, 2, 0), (7, 0, 0)] {
+        let encrypted = Encrypted::new();
+        let stored = encrypted.stored();
+        let slots = encrypted.slots();
+        if own != 0 {
+            slots.add((own, 1000), &stored, &stored).unwrap();
+            slots.kill(0, &stored).unwrap();
+        }
+        assert!(crashes(encrypted.0.path(), at));
+        encrypted.add(slot);
+        encrypted.rotate().unwrap();
+        let of_administrator = Secret::new("an administrator's".to_owned());
+        let opens = slots.opening(&[slot], &of_administrator).unwrap();
+        assert!(opens.is_some(), "slot {slot}, killed at {at}");
+        assert_eq!(encrypted.opened().1.len(), 2, "slot {slot}, killed at {at}");
+    }
 }
 
 #[test]
