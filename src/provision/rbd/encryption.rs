@@ -98,7 +98,7 @@ pub struct PassphraseStore<'a> {
 pub type Handled<'a> = (&'a str, &'a Image);
 
 /// The keys of an image's metadata.
-pub type ImageMetadata = BTreeMap<String, String>;
+type ImageMetadata = BTreeMap<String, String>;
 
 impl PassphraseStore<'_> {
     fn kms(&self, encryption: &Encryption) -> Result<Kms, EncryptionError> {
@@ -123,71 +123,55 @@ impl PassphraseStore<'_> {
         Ok(image.metadata_set(STATE_KEY, PREPARED)?)
     }
 
-    /// Refuses a copy whose KMS cannot store the source's passphrase, before there is an
-    /// image: the KMS of a secret is for volumes with the secret's passphrase. `kept` is
-    /// the KMS of the source and that of the copy.
-    pub fn check_copy(
+    /// The passphrase that opens the source of a copy, before it is copied. Refuses a copy
+    /// whose KMS cannot store it: the KMS of a secret is for volumes with the secret's
+    /// passphrase. `kept` is the KMS of the source and that of the copy.
+    pub fn of_source(
         &self,
         kept: (&Encryption, &Encryption),
-        source: &str,
-        metadata: &ImageMetadata,
-    ) -> Result<(), RbdError> {
-        let (from, to) = (self.kms(kept.0)?, self.kms(kept.1)?);
-        from.check(self.secrets)?;
+        source: Handled<'_>,
+    ) -> Result<Secret, RbdError> {
+        let to = self.kms(kept.1)?;
         to.check(self.secrets)?;
-        if matches!(to, Kms::Secret) && !matches!(from, Kms::Secret) {
-            let own = self.own(&from, source, metadata)?;
-            let with = to.load(self.secrets, source, None)?;
+        let own = self.own(kept.0, source, &source.1.metadata_list()?)?;
+        if matches!(to, Kms::Secret) {
+            let with = to.load(self.secrets, source.0, None)?;
             if own.reveal() != with.reveal() {
                 return Err(RbdError::OwnPassphrase(kept.1.kms.clone()));
             }
         }
-        Ok(())
-    }
-
-    /// The passphrase that opens the source of a copy, before it is copied.
-    pub fn of_source(
-        &self,
-        encryption: &Encryption,
-        source: Handled<'_>,
-    ) -> Result<Secret, RbdError> {
-        let metadata = source.1.metadata_list()?;
-        Ok(self.own(&self.kms(encryption)?, source.0, &metadata)?)
+        Ok(own)
     }
 
     /// Stores the passphrase of the source for a copy, and copies the state. `before` is
-    /// that of before the copy, whose header has no other.
+    /// that of before the copy ([`Self::of_source`]), whose header has no other.
     pub fn copy(
         &self,
         kept: (&Encryption, &Encryption),
         source: Handled<'_>,
         copy: Handled<'_>,
-        before: Option<&Secret>,
+        before: &Secret,
     ) -> Result<(), RbdError> {
         let metadata = source.1.metadata_list()?;
-        self.check_copy(kept, source.0, &metadata)?;
-        let (from, to) = (self.kms(kept.0)?, self.kms(kept.1)?);
-        if !matches!(to, Kms::Secret) {
-            let own = self.own(&from, source.0, &metadata)?;
-            if before.is_some_and(|before| before.reveal() != own.reveal()) {
-                return Err(RbdError::KeyRotated(source.0.to_owned()));
-            }
-            if let Some(sealed) = to.store(self.secrets, copy.0, &own)? {
-                copy.1.metadata_set(SEALED_KEY, &sealed)?;
-            }
+        if self.own(kept.0, source, &metadata)?.reveal() != before.reveal() {
+            return Err(RbdError::KeyRotated(source.0.to_owned()));
+        }
+        if let Some(sealed) = self.kms(kept.1)?.store(self.secrets, copy.0, before)? {
+            copy.1.metadata_set(SEALED_KEY, &sealed)?;
         }
         let state = value_of(&metadata, STATE_KEY).unwrap_or(PREPARED);
         Ok(copy.1.metadata_set(STATE_KEY, state)?)
     }
 
-    /// The passphrase of the volume with that handle.
+    /// The passphrase of the volume.
     fn own(
         &self,
-        kms: &Kms,
-        handle: &str,
+        encryption: &Encryption,
+        (handle, _): Handled<'_>,
         metadata: &ImageMetadata,
     ) -> Result<Secret, EncryptionError> {
-        kms.load(self.secrets, handle, value_of(metadata, SEALED_KEY))
+        let sealed = value_of(metadata, SEALED_KEY);
+        self.kms(encryption)?.load(self.secrets, handle, sealed)
     }
 
     /// Removes the passphrase of a deleted image from its KMS. If that may succeed later,

@@ -196,7 +196,8 @@ impl RbdStore {
         };
         let source = volume.open(OpenMode::ReadOnly)?;
         let keeper = self.keeper(secrets);
-        let key = keeper.of_source(&encryption, (&volume.handle, &source))?;
+        let kept = (&encryption, &encryption);
+        let key = keeper.of_source(kept, (&volume.handle, &source))?;
         Ok(Some((encryption, key)))
     }
 
@@ -215,7 +216,7 @@ impl RbdStore {
         let image = Image::open(&volume.pool, &entry.image, OpenMode::ReadWrite)?;
         let (kept, from) = ((encryption, encryption), (&*volume.handle, &source));
         let keeper = self.keeper(secrets);
-        keeper.copy(kept, from, (handle, &image), Some(key))
+        keeper.copy(kept, from, (handle, &image), key)
     }
 
     /// Gives the snapshot's image the names of its own objects in Kubernetes.

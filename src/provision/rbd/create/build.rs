@@ -6,7 +6,7 @@ use super::{
     super::{
         super::{ContentSource, ProvisionError, range::DEFAULT},
         copies,
-        encryption::{Encryption, ImageMetadata, PassphraseStore},
+        encryption::{Encryption, PassphraseStore},
         error::RbdError,
         found::FoundImage,
         image_size,
@@ -23,9 +23,8 @@ use crate::{
 pub struct CopySource {
     found: FoundImage,
     bytes: u64,
-    encryption: Option<Encryption>,
-    /// The passphrase before the copy.
-    key: Option<Secret>,
+    /// And its passphrase before the copy.
+    encryption: Option<(Encryption, Secret)>,
     /// The metadata that the copy must not have.
     foreign: Vec<(String, Option<String>)>,
 }
@@ -55,12 +54,7 @@ impl Creation<'_> {
         };
         let bytes = image.size().map_err(RbdError::from)?;
         let metadata = image.metadata_list().map_err(RbdError::from)?;
-        let encryption = self.encryption_of(&found, &metadata)?;
-        let keeper = store.keeper(&self.new.secrets);
-        let key = encryption
-            .as_ref()
-            .map(|it| keeper.of_source(it, (&found.handle, &image)));
-        let key = key.transpose()?;
+        let encryption = self.encryption_of(&found, &image)?;
         let flattener = &store.flattener;
         match &self.new.source {
             Some(ContentSource::Volume(_)) => {
@@ -73,35 +67,34 @@ impl Creation<'_> {
             found,
             bytes,
             encryption,
-            key,
             foreign: foreign(&metadata),
         }))
     }
 
-    /// The encryption of the source. Fails unless source and copy are both encrypted, or
-    /// neither is.
+    /// The encryption of the source, and its passphrase. Fails unless source and copy are
+    /// both encrypted, or neither is.
     fn encryption_of(
         &self,
         source: &FoundImage,
-        metadata: &ImageMetadata,
-    ) -> Result<Option<Encryption>, RbdError> {
+        image: &Image,
+    ) -> Result<Option<(Encryption, Secret)>, RbdError> {
         let there = Encryption::of_journal(&source.recorded()?.entry)?;
-        match (&there, &self.class.encryption) {
-            (None, None) => {}
+        match (there, &self.class.encryption) {
+            (None, None) => Ok(None),
             (Some(from), Some(to)) => {
                 let keeper = self.store.keeper(&self.new.secrets);
-                keeper.check_copy((from, to), &source.handle, metadata)?;
+                let key = keeper.of_source((&from, to), (&source.handle, image))?;
+                Ok(Some((from, key)))
             }
             (there, here) => {
-                let name = |encryption: &Option<Encryption>| match encryption {
+                let name = |encryption: Option<&Encryption>| match encryption {
                     None => "not encrypted".to_owned(),
                     Some(encryption) => format!("encrypted by KMS {:?}", encryption.kms),
                 };
-                let (there, here) = (name(there), name(here));
-                return Err(RbdError::OtherEncryption { there, here });
+                let (there, here) = (name(there.as_ref()), name(here.as_ref()));
+                Err(RbdError::OtherEncryption { there, here })
             }
         }
-        Ok(there)
     }
 
     pub(super) fn bytes(&self, origin: Option<&CopySource>) -> Result<u64, ProvisionError> {
@@ -194,11 +187,11 @@ impl Creation<'_> {
         match origin {
             None => keeper.prepare(encryption, own),
             Some(origin) => {
+                let encryption_there = origin.encryption.as_ref();
+                let (from, key) = encryption_there.expect("a copy is encrypted if its source is");
                 let source = origin.found.open(OpenMode::ReadOnly)?;
-                let from = origin.encryption.as_ref().unwrap_or(encryption);
-                let handle = origin.found.handle.as_str();
-                let kept = (from, encryption);
-                keeper.copy(kept, (handle, &source), own, origin.key.as_ref())
+                let of = (origin.found.handle.as_str(), &source);
+                keeper.copy((from, encryption), of, own, key)
             }
         }
     }
