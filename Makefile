@@ -4,10 +4,10 @@
 PROFILE ?= dev
 BIN_DIR := $(or $(CARGO_TARGET_DIR),target)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 export BIN_DIR
-# rustup's cargo, which setup.sh may just have installed, and setup.sh's kustomize, OpenBao
-# and prometheus.
+# rustup's cargo, which setup.sh may just have installed, and setup.sh's kustomize, OpenBao,
+# prometheus and PyKMIP.
 TARGET := $(abspath $(BIN_DIR)/..)
-UNPACKED := $(TARGET)/kustomize/usr/bin:$(TARGET)/openbao:$(TARGET)/prometheus/usr/bin
+UNPACKED := $(TARGET)/kustomize/usr/bin:$(TARGET)/openbao:$(TARGET)/prometheus/usr/bin:$(TARGET)/pykmip
 export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(UNPACKED)
 
 # setup.sh's, with the packages of scripts/requirements.txt.

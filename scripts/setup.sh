@@ -26,7 +26,7 @@ set -euo pipefail
   run=(e2fsprogs btrfs-progs)
   # qemu-user-static is for images of another architecture.
   images=(buildah podman crun mmdebstrap qemu-user-static)
-  # strace is for the benches, python3-venv for the manifests and OpenBao.
+  # strace is for the benches, python3-venv for the manifests, OpenBao and PyKMIP.
   test=(fdisk nfs-ganesha nfs-ganesha-vfs openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace)
 }
 
@@ -192,6 +192,20 @@ check_openbao() {
   rm -rf "$work"
 }
 
+# PyKMIP, a KMIP server. Its commands stay out of the path, except a Python that has it.
+# Without it the tests of KMIP are skipped, and say so.
+check_pykmip() {
+  command -v pykmip-python >/dev/null && return
+  printf 'setup: installing PyKMIP into %s\n' "$pykmip"
+  if python3 -m venv --clear "$pykmip" && "$pykmip/bin/pip" install -q pykmip==0.11.0; then
+    # shellcheck disable=SC2016 # of the script
+    printf '#!/bin/sh\nexec "${0%%/*}/bin/python" "$@"\n' >"$pykmip/pykmip-python"
+    chmod +x "$pykmip/pykmip-python"
+  else
+    echo "setup: PyPI's pykmip is not reachable" >&2
+  fi
+}
+
 # The checks of manifests and documents need packages that Debian does not have.
 check_python() {
   local wanted=scripts/requirements.txt
@@ -223,13 +237,15 @@ part=${1:-test}
 kustomize=${CARGO_TARGET_DIR:-target}/kustomize
 openbao=${CARGO_TARGET_DIR:-target}/openbao
 prometheus=${CARGO_TARGET_DIR:-target}/prometheus
+pykmip=${CARGO_TARGET_DIR:-target}/pykmip
 python=${CARGO_TARGET_DIR:-target}/python
-PATH=$PATH:$(realpath -m "$kustomize/usr/bin"):$(realpath -m "$openbao"):$(realpath -m "$prometheus/usr/bin")
+PATH=$PATH:$(realpath -m "$kustomize/usr/bin"):$(realpath -m "$openbao"):$(realpath -m "$prometheus/usr/bin"):$(realpath -m "$pykmip")
 PATH=${CARGO_HOME:-$HOME/.cargo}/bin:$PATH
 install_packages
 check_cargo
 if [[ $part == test ]]; then
   check_openbao
+  check_pykmip
 fi
 if [[ $part == lint ]]; then
   check_linters

@@ -78,7 +78,8 @@ pub struct CephOptions {
         value_name = "FILE"
     )]
     pub kms_config: PathBuf,
-    /// The Secrets that the key management systems name, mounted as NAMESPACE/NAME/KEY.
+    /// The Secrets and ConfigMaps that the key management systems name, mounted as
+    /// NAMESPACE/NAME/KEY; those of the driver's own namespace as NAME/KEY.
     #[arg(
         long,
         env = "URING_CSI_KMS_SECRETS",

@@ -3,13 +3,14 @@
 //! ```text
 //!  default       one passphrase for all volumes: the request's secret has it
 //!  metadata      the volume's own, sealed, in the image's metadata
+//!  kmip          the same, sealed by a server
 //!  vault         the volume's own, in HashiCorp Vault or OpenBao, under the volume's
 //!  vaulttokens   handle; one login for all volumes, or a token for each tenant
 //! ```
 //!
 //! The StorageClass names one by `encryptionKMSID`, a section of ceph-csi's configuration.
-//! What that section names by a Secret of Kubernetes, ceph-csi reads by the API; this driver
-//! has no access to the API, and reads a directory in which the Secrets are mounted.
+//! The Secrets and ConfigMaps of Kubernetes that the section names, ceph-csi reads by the API;
+//! this driver has no access to the API, and reads a directory in which they are mounted.
 //!
 //! A tenant is the namespace of the volume's claim, in the journal's `csi.volume.owner`.
 
@@ -28,6 +29,8 @@ use super::csi_format::encryption::{EncryptionError, generate, open, passphrase,
 use crate::secret::{Secret, Secrets};
 
 #[cfg(feature = "kms")]
+mod kmip;
+#[cfg(feature = "kms")]
 mod vault;
 
 /// The id of the key management system that needs no configuration.
@@ -44,8 +47,22 @@ pub enum Kms {
     /// The image's metadata, sealed with the passphrase of this file; none: with the
     /// request's.
     Metadata(Option<PathBuf>),
+    /// The image's metadata, sealed by a service.
+    Sealed(Arc<dyn SealingService>),
     /// A service, under the volume's handle.
     Service(Arc<dyn KeyService>),
+}
+
+/// A service that seals passphrases with a key that it has. Its calls block.
+pub trait SealingService: fmt::Debug + Send + Sync {
+    /// Refuses credentials with which no call can succeed; asks no server.
+    fn check(&self) -> Result<(), EncryptionError>;
+
+    /// Seals a passphrase, for the image's metadata.
+    fn seal(&self, passphrase: &Secret) -> Result<String, EncryptionError>;
+
+    /// Opens what it sealed.
+    fn open(&self, sealed: &str) -> Result<Secret, EncryptionError>;
 }
 
 /// A service that keeps passphrases, each under its volume's handle. Its calls block.
@@ -84,6 +101,7 @@ impl Kms {
         match self {
             Self::Secret | Self::Metadata(None) => passphrase(secrets).map(drop),
             Self::Metadata(Some(file)) => read(file).map(drop),
+            Self::Sealed(service) => service.check(),
             Self::Service(service) => service.check(secrets),
         }
     }
@@ -102,6 +120,7 @@ impl Kms {
                 let with = sealing(file.as_deref(), secrets)?;
                 open(&with, handle, sealed.unwrap_or_default())
             }
+            Self::Sealed(service) => service.open(sealed.unwrap_or_default()),
             Self::Service(service) => service.load(secrets, handle),
         }
     }
@@ -139,6 +158,7 @@ impl Kms {
                 let with = sealing(file.as_deref(), secrets)?;
                 Ok(Some(seal(&with, handle, &own())))
             }
+            Self::Sealed(service) => Ok(Some(service.seal(&own())?)),
             Self::Service(service) => {
                 service.store(secrets, handle, &own(), existing)?;
                 Ok(None)
@@ -149,7 +169,7 @@ impl Kms {
     /// Removes the passphrase of a deleted image. What is in its metadata went with it.
     pub fn remove(&self, secrets: &Secrets, handle: &str) -> Result<(), EncryptionError> {
         match self {
-            Self::Secret | Self::Metadata(_) => Ok(()),
+            Self::Secret | Self::Metadata(_) | Self::Sealed(_) => Ok(()),
             Self::Service(service) => service.remove(secrets, handle),
         }
     }
@@ -179,7 +199,8 @@ pub struct KmsConfig {
     /// ceph-csi's `ceph-csi-encryption-kms-config`: JSON, an object of sections. Or a
     /// directory of one file a section, as which `csi-kms-connection-details` is mounted.
     pub config: PathBuf,
-    /// The mounted Secrets: `NAMESPACE/NAME/KEY`.
+    /// The mounted Secrets and ConfigMaps: `NAMESPACE/NAME/KEY`; those of the driver's own
+    /// namespace: `NAME/KEY`.
     pub secrets: PathBuf,
     /// The token of this pod's service account, for a login at Vault.
     pub token: PathBuf,
@@ -259,6 +280,8 @@ impl Lookup<'_> {
                 &section.kind,
                 &value,
             )?))),
+            #[cfg(feature = "kms")]
+            "kmip" => Ok(Kms::Sealed(Arc::new(kmip::Kmip::of(self, &value)?))),
             kind => Err(EncryptionError::Unsupported {
                 id,
                 what: format!("type {kind:?}"),

@@ -130,7 +130,7 @@ pool that must be mounted is below what the container mounts. */ -}}
 {{- end }}
 {{- range $index, $mounted := .Values.ceph.kmsSecrets }}
 - name: kms-secret-{{ $index }}
-  mountPath: /etc/uring-csi/kms-secrets/{{ $mounted.namespace }}/{{ $mounted.name }}
+  mountPath: /etc/uring-csi/kms-secrets/{{ with $mounted.namespace }}{{ . }}/{{ end }}{{ $mounted.name }}
   readOnly: true
 {{- end }}
 {{- end }}

@@ -63,7 +63,7 @@ pub enum EncryptionError {
     },
     /// The driver does not support this key management system.
     #[error(
-        "encryptionKMSID {id:?}: {what} is not supported; supported are the types \"metadata\", \"vault\" and \"vaulttokens\", and, without an id, the passphrase of the volume's secret"
+        "encryptionKMSID {id:?}: {what} is not supported; supported are the types \"metadata\", \"vault\", \"vaulttokens\" and \"kmip\", and, without an id, the passphrase of the volume's secret"
     )]
     Unsupported {
         id: String,
@@ -112,9 +112,31 @@ pub enum EncryptionError {
 
 /// A sealed passphrase, as stored.
 #[derive(Serialize, Deserialize)]
-struct Sealed {
+pub struct Sealed {
     dek: String,
     nonce: String,
+}
+
+impl Sealed {
+    pub fn new(dek: &[u8], nonce: &[u8]) -> Self {
+        Self {
+            dek: BASE64_STANDARD.encode(dek),
+            nonce: BASE64_STANDARD.encode(nonce),
+        }
+    }
+
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("two strings are JSON")
+    }
+
+    /// The encrypted passphrase, and the nonce.
+    pub fn bytes_of(json: &str) -> Result<(Vec<u8>, Vec<u8>), EncryptionError> {
+        let bytes = |text: &str| BASE64_STANDARD.decode(text).ok();
+        serde_json::from_str::<Self>(json)
+            .ok()
+            .and_then(|sealed| Some((bytes(&sealed.dek)?, bytes(&sealed.nonce)?)))
+            .ok_or(EncryptionError::Malformed)
+    }
 }
 
 /// The passphrase of a request's secrets.
@@ -136,15 +158,11 @@ pub fn seal(with: &Secret, handle: &str, passphrase: &Secret) -> String {
     let dek = cipher(with, handle)
         .encrypt(&nonce, passphrase.reveal().as_bytes())
         .expect("a passphrase is shorter than the 64 GiB of a message");
-    let sealed = Sealed {
-        dek: BASE64_STANDARD.encode(dek),
-        nonce: BASE64_STANDARD.encode(nonce),
-    };
-    serde_json::to_string(&sealed).expect("two strings are JSON")
+    Sealed::new(&dek, &nonce).to_json()
 }
 
 /// Random bytes from the kernel.
-fn random<const N: usize>() -> [u8; N] {
+pub fn random<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).expect("the kernel has random bytes");
     bytes
@@ -152,11 +170,7 @@ fn random<const N: usize>() -> [u8; N] {
 
 /// Opens a passphrase that [`seal`] sealed.
 pub fn open(with: &Secret, handle: &str, sealed: &str) -> Result<Secret, EncryptionError> {
-    let bytes = |text: &str| BASE64_STANDARD.decode(text).ok();
-    let (dek, nonce) = serde_json::from_str::<Sealed>(sealed)
-        .ok()
-        .and_then(|sealed| Some((bytes(&sealed.dek)?, bytes(&sealed.nonce)?)))
-        .ok_or(EncryptionError::Malformed)?;
+    let (dek, nonce) = Sealed::bytes_of(sealed)?;
     let nonce = Nonce::try_from(&nonce[..]).map_err(|_| EncryptionError::Malformed)?;
     let opened = cipher(with, handle).decrypt(&nonce, &*dek);
     let opened = opened.map_err(|_| EncryptionError::Wrong)?;

@@ -69,19 +69,19 @@ fn a_directory_has_one_file_for_each_section() {
 
 #[test]
 fn an_invalid_section_is_refused_by_its_key() {
-    let section = |more: &[(&str, &str)]| {
-        let mut section = json!({"encryptionKMSType": "vault", "vaultAddress": "https://v:8200"});
+    let with = |mut section: Value, more: &[(&str, &str)]| {
         for (key, value) in more {
             section[*key] = json!(value);
         }
         section
     };
+    let vault = json!({"encryptionKMSType": "vault", "vaultAddress": "https://v:8200"});
+    let section = |more: &[(&str, &str)]| with(vault.clone(), more);
+    let kmip = json!({"encryptionKMSType": "kmip", "KMIP_ENDPOINT": "k:5696"});
+    let kmip = |more: &[(&str, &str)]| with(kmip.clone(), more);
     let cases = [
         (json!({}), "encryptionKMSType"),
-        (
-            json!({"encryptionKMSType": "vaulttenantsa"}),
-            "vaulttenantsa",
-        ),
+        (json!({"encryptionKMSType": "azure-kv"}), "azure-kv"),
         (
             json!({"encryptionKMSType": "metadata", "secretName": "../s", "secretNamespace": "n"}),
             "../s",
@@ -113,6 +113,13 @@ fn an_invalid_section_is_refused_by_its_key() {
             ]),
             "tenantTokenName",
         ),
+        (json!({"encryptionKMSType": "kmip"}), "KMIP_ENDPOINT"),
+        (kmip(&[("KMIP_ENDPOINT", "kmip.test")]), "KMIP_ENDPOINT"),
+        (kmip(&[("KMIP_ENDPOINT", "a b:5696")]), "KMIP_ENDPOINT"),
+        (kmip(&[("TLS_SERVER_NAME", "a b")]), "TLS_SERVER_NAME"),
+        (kmip(&[("READ_TIMEOUT", "0")]), "READ_TIMEOUT"),
+        (kmip(&[("WRITE_TIMEOUT", "1m")]), "WRITE_TIMEOUT"),
+        (kmip(&[("KMIP_SECRET_NAME", "../s")]), "KMIP_SECRET_NAME"),
     ];
     for (section, named) in cases {
         let (_dir, config) = configured(&json!({"bad": section}));
@@ -174,6 +181,7 @@ fn any_json() -> impl Strategy<Value = Value> {
     let key = prop_oneof![
         Just("encryptionKMSType".to_owned()),
         Just("vaultAddress".to_owned()),
+        Just("KMIP_ENDPOINT".to_owned()),
         Just("secretName".to_owned()),
         "[a-zA-Z]{0,8}",
     ];
@@ -181,7 +189,15 @@ fn any_json() -> impl Strategy<Value = Value> {
         Just(Value::Null),
         any::<bool>().prop_map(Value::from),
         any::<i64>().prop_map(Value::from),
-        prop_oneof!["vault", "vaulttokens", "metadata", "https://a", "\\PC*"].prop_map(Value::from),
+        prop_oneof![
+            "vault",
+            "vaulttokens",
+            "kmip",
+            "metadata",
+            "https://a",
+            "\\PC*"
+        ]
+        .prop_map(Value::from),
     ];
     leaf.prop_recursive(3, 24, 6, move |inner| {
         prop_oneof![

@@ -57,7 +57,7 @@ impl BoundCephImage<'_> {
             if over.is_none() {
                 let origin = match kms {
                     Kms::Secret => PassphraseOrigin::People,
-                    Kms::Metadata(_) | Kms::Service(_) => PassphraseOrigin::Random,
+                    Kms::Metadata(_) | Kms::Sealed(_) | Kms::Service(_) => PassphraseOrigin::Random,
                 };
                 let format = || luks::format(under, &passphrase, origin, &domain);
                 self.format_once(known, under, &held, is_encrypted, options, format)?;
@@ -112,7 +112,7 @@ impl BoundCephImage<'_> {
             Kms::Service(_) if queried.is_mirrored()? => {
                 return Err(CephImageError::KeyOfMirror);
             }
-            Kms::Metadata(_) | Kms::Service(_) => {}
+            Kms::Metadata(_) | Kms::Sealed(_) | Kms::Service(_) => {}
         }
         let store = |passphrase: &Secret| -> Result<(), CephImageError> {
             if let Some(sealed) = kms.store(secrets, volume_id, passphrase)? {
@@ -181,7 +181,7 @@ fn passphrase(
     metadata: Option<&EncryptionMetadata>,
     options: &AttachOptions,
 ) -> Result<Secret, CephImageError> {
-    if matches!(kms, Kms::Metadata(_)) && metadata.is_none() {
+    if matches!(kms, Kms::Metadata(_) | Kms::Sealed(_)) && metadata.is_none() {
         return Err(CephImageError::Unreadable {
             image: known.image.to_string(),
         });

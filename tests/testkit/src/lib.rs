@@ -24,6 +24,7 @@ mod controller;
 mod disk;
 mod faults;
 mod isolation;
+mod kmip;
 mod leaks;
 mod lifecycle;
 mod mirror;
@@ -59,6 +60,7 @@ pub use faults::{
     DeadOsd, DeadServer, Fault, HungDirectories, HungFiles, HungPool, Phase, bytes_for,
 };
 pub use isolation::{HEALTHY, assert_fault_isolated, call_in_phase, healthy_volumes};
+pub use kmip::KmipServer;
 pub use leaks::{files_below, mounts_below};
 pub use lifecycle::{
     GrowSource, crash_at_each_step, crash_lifecycle_at_each_step, grow_published, kill_during,

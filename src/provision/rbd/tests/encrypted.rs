@@ -1,7 +1,7 @@
 //! Volumes that nodes encrypt, and their copies.
 
 use serde_json::{Value, json};
-use testkit::VaultServer;
+use testkit::{KmipServer, VaultServer};
 
 use super::*;
 use crate::{
@@ -251,4 +251,29 @@ async fn a_failed_create_leaves_no_passphrase() {
         "{refused}"
     );
     assert!(home.images().is_empty());
+}
+
+#[tokio::test]
+async fn a_copy_asks_its_kms_before_and_after() {
+    let Some(home) = Home::new() else { return };
+    let Some(server) = KmipServer::start() else {
+        return;
+    };
+    server.mount_secret(&home.dir.path().join("kms-secrets"));
+    home.configure_kms(&json!({"kmip": server.section(&[])}));
+    let made = home.make(home.encrypted_by("one", "kmip")).await;
+    assert!(home.metadata_of(&made, SEALED_KEY).is_some());
+    assert_eq!(server.requests("Encrypt"), 1);
+    let copy = NewVolume {
+        source: Some(ContentSource::Volume(made.handle.clone())),
+        ..home.encrypted_by("copy", "kmip")
+    };
+    home.rbd.create_volume(copy).await.unwrap();
+    // A rotation meanwhile shows in the second answer.
+    assert_eq!(server.requests("Decrypt"), 2);
+    assert_eq!(server.requests("Encrypt"), 2);
+    let mut new = home.snapshot("moment", &made.handle);
+    new.secrets = home.encrypted_by("one", "kmip").secrets;
+    home.rbd.create_snapshot(new).await.unwrap();
+    assert_eq!(server.requests("Decrypt"), 4);
 }
