@@ -5,7 +5,8 @@
 //!  metadata      the volume's own, sealed, in the image's metadata
 //!  kmip          the same, sealed by a server
 //!  vault         the volume's own, in HashiCorp Vault or OpenBao, under the volume's
-//!  vaulttokens   handle; one login for all volumes, or a token for each tenant
+//!  vaulttokens   handle; one login for all volumes, or a token, or a service account,
+//!  vaulttenantsa for each tenant
 //! ```
 //!
 //! The StorageClass names one by `encryptionKMSID`, a section of ceph-csi's configuration.
@@ -275,11 +276,9 @@ impl Lookup<'_> {
                 }
             },
             #[cfg(feature = "kms")]
-            "vault" | "vaulttokens" => Ok(Kms::Service(Arc::new(vault::Vault::of(
-                self,
-                &section.kind,
-                &value,
-            )?))),
+            "vault" | "vaulttokens" | "vaulttenantsa" => Ok(Kms::Service(Arc::new(
+                vault::Vault::of(self, &section.kind, &value)?,
+            ))),
             #[cfg(feature = "kms")]
             "kmip" => Ok(Kms::Sealed(Arc::new(kmip::Kmip::of(self, &value)?))),
             kind => Err(EncryptionError::Unsupported {
@@ -307,6 +306,16 @@ impl Lookup<'_> {
                 id: self.id.to_owned(),
             }),
             tenant => Ok(tenant),
+        }
+    }
+
+    /// What the tenant's ConfigMap of that name has, if it is mounted.
+    #[cfg(feature = "kms")]
+    fn config_of_tenant(&self, name: &str) -> Result<Secrets, EncryptionError> {
+        let path = self.secret("tenantConfigName", &[self.tenant()?, name])?;
+        match Secrets::read_dir(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Secrets::default()),
+            read => read.map_err(|source| EncryptionError::Config { path, source }),
         }
     }
 

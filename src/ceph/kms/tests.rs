@@ -113,6 +113,20 @@ fn an_invalid_section_is_refused_by_its_key() {
             ]),
             "tenantTokenName",
         ),
+        (
+            section(&[
+                ("encryptionKMSType", "vaulttenantsa"),
+                ("tenantSAName", "../s"),
+            ]),
+            "tenantSAName",
+        ),
+        (
+            section(&[
+                ("encryptionKMSType", "vaulttokens"),
+                ("tenantConfigName", ".."),
+            ]),
+            "tenantConfigName",
+        ),
         (json!({"encryptionKMSType": "kmip"}), "KMIP_ENDPOINT"),
         (kmip(&[("KMIP_ENDPOINT", "kmip.test")]), "KMIP_ENDPOINT"),
         (kmip(&[("KMIP_ENDPOINT", "a b:5696")]), "KMIP_ENDPOINT"),

@@ -45,13 +45,19 @@ pub struct VaultSection {
     vault_client_cert_from_secret: String,
     #[serde(alias = "VAULT_CLIENT_KEY")]
     vault_client_cert_key_from_secret: String,
-    /// Of the type `vault`.
+    /// Of the types `vault` and `vaulttenantsa`.
     vault_auth_path: String,
     vault_role: String,
+    /// Of the type `vault`.
     vault_passphrase_root: String,
     vault_passphrase_path: String,
     /// Of the type `vaulttokens`.
     tenant_token_name: String,
+    /// Of the type `vaulttenantsa`.
+    #[serde(rename = "tenantSAName")]
+    tenant_sa_name: String,
+    /// Of the types `vaulttokens` and `vaulttenantsa`.
+    tenant_config_name: String,
 }
 
 impl Default for VaultSection {
@@ -76,6 +82,8 @@ impl Default for VaultSection {
             vault_passphrase_root: empty(),
             vault_passphrase_path: empty(),
             tenant_token_name: "ceph-csi-kms-token".to_owned(),
+            tenant_sa_name: "ceph-csi-vault-sa".to_owned(),
+            tenant_config_name: "ceph-csi-kms-config".to_owned(),
         }
     }
 }
@@ -117,7 +125,11 @@ enum Authority {
 
 impl VaultSection {
     /// The store that the section describes.
-    pub fn vault(self, lookup: &Lookup<'_>, kind: &str) -> Result<Vault, EncryptionError> {
+    pub fn vault(mut self, lookup: &Lookup<'_>, kind: &str) -> Result<Vault, EncryptionError> {
+        if kind != "vault" {
+            let config = lookup.config_of_tenant(&self.tenant_config_name)?;
+            self.replace_by(&config);
+        }
         let address = self.address(lookup)?;
         let version = match self.vault_backend.as_str() {
             "" => None,
@@ -127,13 +139,13 @@ impl VaultSection {
         };
         let (login, tls, backend, folder) = match kind {
             "vault" => (
-                self.login_by_role(lookup)?,
+                self.login_by_role(lookup, lookup.config.token.clone())?,
                 self.tls(lookup)?,
                 self.root(),
                 self.vault_passphrase_path.trim_matches('/'),
             ),
-            _ => (
-                self.login_by_token(lookup)?,
+            kind => (
+                self.login_of_tenant(lookup, kind)?,
                 self.tls_of_tenant(lookup)?,
                 self.vault_backend_path.as_str(),
                 "",
@@ -155,6 +167,35 @@ impl VaultSection {
             login,
             tls,
         })
+    }
+
+    /// Replaces what a tenant's ConfigMap has.
+    fn replace_by(&mut self, config: &Secrets) {
+        if self.vault_auth_namespace == self.vault_namespace {
+            // It stays that of the store.
+            self.vault_auth_namespace.clear();
+        }
+        if config.get("vaultCAVerify").is_some() {
+            self.skip_verify.clear();
+        }
+        for (key, field) in [
+            ("vaultAddress", &mut self.vault_address),
+            ("vaultBackend", &mut self.vault_backend),
+            ("vaultBackendPath", &mut self.vault_backend_path),
+            ("vaultDestroyKeys", &mut self.vault_destroy_keys),
+            ("vaultNamespace", &mut self.vault_namespace),
+            ("vaultAuthNamespace", &mut self.vault_auth_namespace),
+            ("vaultTLSServerName", &mut self.vault_tls_server_name),
+            ("vaultCAFromSecret", &mut self.vault_ca_from_secret),
+            ("vaultCAVerify", &mut self.vault_ca_verify),
+            ("tenantSAName", &mut self.tenant_sa_name),
+            ("vaultAuthPath", &mut self.vault_auth_path),
+            ("vaultRole", &mut self.vault_role),
+        ] {
+            if let Some(value) = config.get(key) {
+                value.reveal().trim().clone_into(field);
+            }
+        }
     }
 
     fn address(&self, lookup: &Lookup<'_>) -> Result<String, EncryptionError> {
@@ -180,7 +221,7 @@ impl VaultSection {
         }
     }
 
-    fn login_by_role(&self, lookup: &Lookup<'_>) -> Result<Login, EncryptionError> {
+    fn login_by_role(&self, lookup: &Lookup<'_>, token: PathBuf) -> Result<Login, EncryptionError> {
         let path = self.vault_auth_path.trim_start_matches('/');
         let path = path.strip_prefix("v1/").unwrap_or(path);
         if !(path.starts_with("auth/") && path.ends_with("/login")) {
@@ -190,13 +231,17 @@ impl VaultSection {
         Ok(Login::Role {
             path: path.to_owned(),
             role: self.vault_role.clone(),
-            token: lookup.config.token.clone(),
+            token,
         })
     }
 
-    fn login_by_token(&self, lookup: &Lookup<'_>) -> Result<Login, EncryptionError> {
-        let names = [lookup.tenant()?, &self.tenant_token_name, "token"];
-        Ok(Login::Token(lookup.secret("tenantTokenName", &names)?))
+    /// By what the tenant's Secret has: a token of Vault, or one of a service account.
+    fn login_of_tenant(&self, lookup: &Lookup<'_>, kind: &str) -> Result<Login, EncryptionError> {
+        let file = |key: &str, name: &str| lookup.secret(key, &[lookup.tenant()?, name, "token"]);
+        match kind {
+            "vaulttokens" => file("tenantTokenName", &self.tenant_token_name).map(Login::Token),
+            _ => self.login_by_role(lookup, file("tenantSAName", &self.tenant_sa_name)?),
+        }
     }
 
     fn tls(&self, lookup: &Lookup<'_>) -> Result<Tls, EncryptionError> {
@@ -207,13 +252,15 @@ impl VaultSection {
         self.tls_with(lookup, authority, None)
     }
 
-    /// Of the type `vaulttokens`: its certificates are in Secrets of the tenant.
+    /// Of a tenant: its certificates are in Secrets of its own, or of the driver's.
     fn tls_of_tenant(&self, lookup: &Lookup<'_>) -> Result<Tls, EncryptionError> {
         let file = |setting: &str, name: &str, key: &str| match name {
             "" => Ok(None),
             name => {
-                let names = [lookup.tenant()?, name, key];
-                lookup.secret(setting, &names).map(Some)
+                let of_tenant = lookup.secret(setting, &[lookup.tenant()?, name, key])?;
+                let of_driver = lookup.secret(setting, &[name, key])?;
+                let is_of_driver = !of_tenant.exists() && of_driver.exists();
+                Ok(Some(if is_of_driver { of_driver } else { of_tenant }))
             }
         };
         let authority = file("vaultCAFromSecret", &self.vault_ca_from_secret, "cert")?;

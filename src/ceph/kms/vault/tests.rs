@@ -150,8 +150,9 @@ fn a_tenant_has_a_token_and_certificates_of_its_own() {
     let settings = [
         ("encryptionKMSType", "vaulttokens"),
         ("vaultCAFromSecret", "ca"),
-        ("vaultBackendPath", "of-tenant"),
+        ("vaultBackendPath", "of-others"),
     ];
+    client.tenant_secret("ceph-csi-kms-config", "vaultBackendPath", "of-tenant");
     let kms = client.kms(&settings);
     let none = Secrets::default();
     let missing = kms.create(&none, "handle").unwrap_err();
@@ -166,6 +167,53 @@ fn a_tenant_has_a_token_and_certificates_of_its_own() {
     client.tenant_secret("ceph-csi-kms-token", "token", "revoked");
     let (kind, what) = client.failed(&kms);
     assert_eq!(kind, Kind::Unauthenticated, "{what}");
+}
+
+#[test]
+fn a_tenant_has_a_service_account_and_settings_of_its_own() {
+    let Some(client) = Client::new() else { return };
+    let server = &client.server;
+    server.bao(&["secrets", "enable", "-path=of-tenant", "-version=2", "kv"]);
+    let rules = client.dir.path().join("rules");
+    fs::write(
+        &rules,
+        r#"path "of-tenant/*" { capabilities = ["create", "update", "read"] }"#,
+    )
+    .unwrap();
+    server.bao(&["policy", "write", "tenant", rules.to_str().unwrap()]);
+    let role = "role_type=jwt user_claim=sub bound_audiences=vault token_policies=tenant";
+    let write = ["write", "auth/jwt/role/tenant"].into_iter();
+    server.bao(&write.chain(role.split(' ')).collect::<Vec<_>>());
+
+    // The driver's own certificate.
+    let ca = client.dir.path().join("secrets/ca");
+    fs::create_dir_all(&ca).unwrap();
+    fs::write(ca.join("cert"), server.ca()).unwrap();
+    let settings = [
+        ("encryptionKMSType", "vaulttenantsa"),
+        ("vaultCAFromSecret", "ca"),
+        ("vaultAddress", "https://127.0.0.1:1"),
+        ("vaultRole", "other"),
+    ];
+    let address = server.address();
+    for (key, value) in [
+        ("vaultAddress", address.as_str()),
+        ("vaultBackendPath", "of-tenant/\n"),
+        ("vaultRole", "tenant"),
+    ] {
+        client.tenant_secret("ceph-csi-kms-config", key, value);
+    }
+    client.tenant_secret("ceph-csi-vault-sa", "token", &server.web_token());
+    let (none, kms) = (Secrets::default(), client.kms(&settings));
+    kms.create(&none, "handle").unwrap();
+    let own = kms.load(&none, "handle", None).unwrap();
+    let found = server.bao(&["kv", "get", "of-tenant/handle"]);
+    assert!(found.contains(own.reveal()));
+
+    // The tenant's own is preferred.
+    client.tenant_secret("ca", "cert", "none");
+    let refused = client.kms(&settings).check(&none).unwrap_err();
+    assert!(refused.to_string().contains("tenant/ca/cert"), "{refused}");
 }
 
 #[test]
