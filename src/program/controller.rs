@@ -251,7 +251,8 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     let lanes = Lanes::new(IDLE_THREADS);
     let counted = lanes.clone();
     metrics.before_scrape(move || report_threads(&counted));
-    let copies = Copies::new(options.max_copies, pools.iter().count());
+    let copied_within = pools.iter().count() + options.nfs_export.len();
+    let copies = Copies::new(options.max_copies, copied_within);
     let counted = copies.clone();
     metrics.before_scrape(move || report_copies(&counted));
     let pool_names: Vec<_> = pools.iter().map(|pool| pool.name.clone()).collect();
@@ -269,7 +270,7 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     if let Some(rbd) = rbd.clone() {
         metrics.before_scrape(move || report_clusters(&rbd));
     }
-    let directories = NfsStore::new(options.nfs_export, options.nfs_on_delete)?;
+    let directories = NfsStore::new(options.nfs_export, options.nfs_on_delete, copies.clone())?;
     let directories = has_directories.then(|| Arc::new(directories));
     let stores = Stores::new(images, rbd, directories, &lanes);
     let readiness = Readiness::default();
@@ -305,7 +306,8 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
         sockets.refuse_live().await?;
         let listeners = sockets.take()?;
         tracing::info!(endpoint = %options.endpoint, driver = name, "serving");
-        tokio::spawn(sweep(stores.clone()));
+        tokio::spawn(sweep(stores.clone(), StoreKind::Images));
+        tokio::spawn(sweep(stores.clone(), StoreKind::Nfs));
         tokio::spawn(purge_trash(stores.clone()));
         tokio::spawn(watch(stores, readiness));
         tokio::spawn(expire(copies));
@@ -393,9 +395,9 @@ async fn expire(copies: Copies) {
     }
 }
 
-/// Cleans up after dead controllers; repeats while a pool is not mounted.
-async fn sweep(stores: Stores) {
-    while let Some(errors) = stores.sweep(StoreKind::Images).await {
+/// Cleans up after dead controllers; repeats while a pool or share is not mounted.
+async fn sweep(stores: Stores, kind: StoreKind) {
+    while let Some(errors) = stores.sweep(kind).await {
         log_errors(&errors, "cannot clean up after earlier controllers");
         if !errors.iter().any(|error| error.kind() == Kind::Transient) {
             return;

@@ -108,6 +108,18 @@ pub enum ProvisionError {
         /// Without its first slash.
         share: String,
     },
+    /// csi-driver-nfs packed the snapshot.
+    #[error(
+        "snapshot {0:?} is an archive of csi-driver-nfs, which this driver does not unpack: unpack \
+         it in a pod with a new volume"
+    )]
+    PackedSnapshot(String),
+    /// What has a snapshot's name is none.
+    #[error(
+        "directory {name:?} of the share is no snapshot, so it stays; nothing else has the name \
+         of snapshot {handle:?}"
+    )]
+    NotSnapshot { handle: String, name: String },
     /// Orphans of another store.
     #[error("{0} is not in a Ceph cluster, and only there are orphans found")]
     NoOrphans(String),
@@ -279,6 +291,8 @@ impl ProvisionError {
             | Self::PoolNotGiven { .. }
             | Self::HandleOfNoBackend { .. }
             | Self::ShareNotGiven { .. }
+            | Self::PackedSnapshot(_)
+            | Self::NotSnapshot { .. }
             | Self::NoBackend
             | Self::NoOrphans(_)
             | Self::SeveralBackends(_)

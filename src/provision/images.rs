@@ -57,7 +57,7 @@ mod sweep;
 mod volumes;
 mod writers;
 
-pub use copies::{Copies, CopyKind, CopyProgress};
+pub use copies::{Copies, CopyKind, CopyProgress, CopyTarget, RunningCopy};
 
 use id_lists::IdLists;
 use room_counts::RoomCounts;

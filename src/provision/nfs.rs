@@ -3,23 +3,37 @@
 //! no privileges.
 //!
 //! Handles, parameters and what a delete does are csi-driver-nfs'. The directory is the
-//! volume: there is no catalogue, so an equal request finds what an earlier one made.
+//! volume: there is no catalogue, so an equal request finds what an earlier one made. Only
+//! copies, and volumes whose class names the directory, have a record.
 
 use std::{
     collections::{BTreeMap, HashMap},
     io,
+    path::Path,
+};
+
+use rustix::{
+    fd::OwnedFd,
+    fs::{Mode, chmod, fstat},
 };
 
 use super::{
-    Abilities, Capacity, CapacityRequest, ListEntry, ListRequest, NewSnapshot, NewVolume,
-    ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release, SnapshotInfo,
-    VolumeCondition, VolumeInfo, VolumeUse, images::refuse_any, serialized::KeyedMutex,
+    Abilities, Capacity, CapacityRequest, ContentSource, ListEntry, ListRequest, NewSnapshot,
+    NewVolume, ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range, Release,
+    SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse,
+    images::{Copies, CopyKind, CopyTarget, refuse_any},
+    serialized::KeyedMutex,
 };
-use crate::{digest, nfs::Directory, secret::Secrets};
+use crate::{Done, crash_point, digest, nfs::Directory, secret::Secrets};
 
+mod below;
 mod class;
 mod export;
 mod handle;
+mod making;
+mod records;
+mod snapshots;
+mod tree;
 
 pub use class::is_ours as is_of_class;
 pub use export::NfsExport;
@@ -29,10 +43,11 @@ pub use class::OnDelete;
 
 use class::NewDirectory;
 use handle::DirectoryHandle;
+use making::DirectoryDraft;
+use records::DirectoryRecord;
+use snapshots::DirectorySnapshotHandle;
+use tree::TreeSize;
 
-const NO_SNAPSHOTS: &str = "a directory of an NFS server has no snapshots";
-const NO_COPIES: &str = "a directory is not copied: files that are being written would show no \
-                         single point in time; make an empty volume, and copy into it in a pod";
 const NO_LIST: &str = "the directories of an NFS server are not listed";
 
 /// Whether the text is a handle of any release of csi-driver-nfs.
@@ -46,13 +61,18 @@ pub struct NfsStore {
     exports: Vec<NfsExport>,
     /// What a delete does where the handle does not say it.
     on_delete: OnDelete,
+    copies: Copies,
     /// Held while a directory is made or moved.
     directories: KeyedMutex,
 }
 
 impl NfsStore {
     /// Over these shares, each given once.
-    pub fn new(exports: Vec<NfsExport>, on_delete: OnDelete) -> Result<Self, String> {
+    pub fn new(
+        exports: Vec<NfsExport>,
+        on_delete: OnDelete,
+        copies: Copies,
+    ) -> Result<Self, String> {
         for (at, export) in exports.iter().enumerate() {
             if exports[..at]
                 .iter()
@@ -64,6 +84,7 @@ impl NfsStore {
         Ok(Self {
             exports,
             on_delete,
+            copies,
             directories: KeyedMutex::default(),
         })
     }
@@ -87,6 +108,128 @@ impl NfsStore {
         Ok((parsed, export))
     }
 
+    /// Makes an empty directory, or finds it.
+    fn create_empty(&self, made: &NewDirectory) -> Result<(), ProvisionError> {
+        let directory = &made.handle.directory;
+        let export = self.export(directory)?;
+        let _directory = self.directories.lock_on_lane(&directory.to_string());
+        let path = records::of_volume(&made.handle);
+        let record = DirectoryRecord {
+            handle: made.handle.to_string(),
+            source: None,
+        };
+        let attempt = || {
+            let root = export.open()?;
+            let found: Option<DirectoryRecord> = records::read(&root, &path)?;
+            if found.is_some_and(|it| it != record) && export.has(directory.sub_dir())? {
+                return Ok(false);
+            }
+            if !made.handle.uuid.is_empty() {
+                records::write(&root, &path, &record)?;
+            }
+            crash_point();
+            export.make(directory.sub_dir(), made.mode).map(|()| true)
+        };
+        if attempt().map_err(failed("make", directory))? {
+            Ok(())
+        } else {
+            Err(differs(made, "it is a copy of a volume or snapshot"))
+        }
+    }
+
+    /// Makes a copy, or finds the one that an equal request made.
+    fn create_copy(
+        &self,
+        made: &NewDirectory,
+        name: &str,
+        source: &ContentSource,
+    ) -> Result<(), ProvisionError> {
+        let directory = &made.handle.directory;
+        let sub_dir = directory.sub_dir();
+        let export = self.export(directory)?;
+        let cannot = |step| failed(step, directory);
+        let root = export.open().map_err(cannot("open the share of"))?;
+        let path = records::of_volume(&made.handle);
+        let record = DirectoryRecord {
+            handle: made.handle.to_string(),
+            source: Some(source.clone()),
+        };
+        let draft = DirectoryDraft::begin(&root, &path).map_err(cannot("make"))?;
+        let draft = draft.ok_or_else(|| ProvisionError::Busy(name.to_owned()))?;
+        if export.has(sub_dir).map_err(cannot("look for"))? {
+            let found: Option<DirectoryRecord> =
+                records::read(&root, &path).map_err(cannot("look for"))?;
+            return match found {
+                Some(found) if found == record => Ok(()),
+                _ => Err(differs(made, "the directory is not a copy of that source")),
+            };
+        }
+        let from = match source {
+            ContentSource::Volume(handle) => self.volume_tree(handle)?,
+            ContentSource::Snapshot(handle) => self.snapshot_tree(handle)?,
+        };
+        let to = draft.make().map_err(cannot("make"))?;
+        let target = CopyTarget {
+            kind: CopyKind::Volume,
+            name: name.to_owned(),
+            handle: record.handle.clone(),
+            source: source.handle().to_owned(),
+            pool: export.share.to_string(),
+        };
+        self.copy(&from, &to, target)?;
+        if let Some(mode) = made.mode {
+            let done = chmod(below::path_of(&to, ""), Mode::from_raw_mode(mode));
+            done.map_err(|errno| cannot("make")(errno.into()))?;
+        }
+        let _directory = self.directories.lock_on_lane(&directory.to_string());
+        crash_point();
+        records::write(&root, &path, &record).map_err(cannot("record"))?;
+        match draft.place(sub_dir).map_err(cannot("make"))? {
+            Done::Now => Ok(()),
+            Done::Already => Err(differs(made, "another volume has made the directory")),
+        }
+    }
+
+    /// Fills an empty directory with the source's content.
+    fn copy(
+        &self,
+        from: &SourceTree<'_>,
+        to: &OwnedFd,
+        target: CopyTarget,
+    ) -> Result<TreeSize, ProvisionError> {
+        let cannot = |source, below: &Path| ProvisionError::Io {
+            step: "copy",
+            path: Path::new(&from.directory.to_string()).join(below),
+            source,
+        };
+        let top = |source| cannot(source, Path::new(""));
+        let size = tree::measure(&from.root).map_err(top)?;
+        let running = self.copies.begin(target, size.bytes)?;
+        tree::copy(&from.root, to, &running).map_err(|error| cannot(error.source, &error.path))?;
+        // If it was deleted meanwhile, some of it may be missing in the copy.
+        if from.is_there().map_err(top)? {
+            return Ok(size);
+        }
+        Err(from.missing.clone().into())
+    }
+
+    fn volume_tree(&self, handle: &str) -> Result<SourceTree<'_>, ProvisionError> {
+        let (parsed, export) = self.find(handle)?;
+        let missing = MissingSource::Volume(handle.to_owned());
+        SourceTree::open(export, parsed.directory, missing)
+    }
+
+    fn snapshot_tree(&self, handle: &str) -> Result<SourceTree<'_>, ProvisionError> {
+        self.find_snapshot(handle)?;
+        let missing = MissingSource::Snapshot(handle.to_owned());
+        let parsed: Result<DirectorySnapshotHandle, _> = handle.parse();
+        let parsed = parsed.map_err(|_| missing.clone())?;
+        let (share, data) = (&parsed.share, parsed.data());
+        let directory = Directory::new(share.server(), share.share(), &data);
+        let directory = directory.map_err(|_| missing.clone())?;
+        SourceTree::open(self.export(share)?, directory, missing)
+    }
+
     /// The volume, whose directory must be there.
     fn existing(&self, handle: &str) -> Result<DirectoryHandle, ProvisionError> {
         let (parsed, export) = self.find(handle)?;
@@ -96,6 +239,65 @@ impl NfsStore {
         } else {
             Err(ProvisionError::NoVolume(handle.to_owned()))
         }
+    }
+}
+
+/// A directory to copy.
+struct SourceTree<'s> {
+    export: &'s NfsExport,
+    directory: Directory,
+    root: OwnedFd,
+    missing: MissingSource,
+}
+
+/// The source that a copy lacks, by its handle.
+#[derive(Clone)]
+enum MissingSource {
+    Volume(String),
+    Snapshot(String),
+}
+
+impl From<MissingSource> for ProvisionError {
+    fn from(missing: MissingSource) -> Self {
+        match missing {
+            MissingSource::Volume(handle) => Self::NoVolume(handle),
+            MissingSource::Snapshot(handle) => Self::NoSnapshot(handle),
+        }
+    }
+}
+
+impl<'s> SourceTree<'s> {
+    fn open(
+        export: &'s NfsExport,
+        directory: Directory,
+        missing: MissingSource,
+    ) -> Result<Self, ProvisionError> {
+        let root = export.open();
+        let root = root.and_then(|root| below::walk(&root, directory.sub_dir()));
+        let root = below::absent_is_none(root).map_err(failed("open", &directory))?;
+        Ok(Self {
+            export,
+            root: root.ok_or_else(|| missing.clone())?,
+            directory,
+            missing,
+        })
+    }
+
+    /// Whether it is still at its path.
+    fn is_there(&self) -> io::Result<bool> {
+        let there = below::walk(&self.export.open()?, self.directory.sub_dir());
+        let Some(there) = below::absent_is_none(there)? else {
+            return Ok(false);
+        };
+        let (opened, there) = (fstat(&self.root)?, fstat(there)?);
+        Ok((opened.st_dev, opened.st_ino) == (there.st_dev, there.st_ino))
+    }
+}
+
+fn differs(made: &NewDirectory, how: &str) -> ProvisionError {
+    ProvisionError::Differs {
+        name: made.handle.directory.to_string(),
+        how: how.to_owned(),
     }
 }
 
@@ -137,7 +339,11 @@ impl Provisioner for NfsStore {
     }
 
     fn sweep(&self) -> Vec<ProvisionError> {
-        Vec::new()
+        let swept = self.exports.iter().map(|export| {
+            let swept = export.open().and_then(|root| making::sweep(&root));
+            swept.map_err(failed("clean up", &export.share))
+        });
+        swept.filter_map(Result::err).collect()
     }
 
     fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, ProvisionError> {
@@ -149,15 +355,14 @@ impl Provisioner for NfsStore {
         if made.handle.on_delete.is_empty() {
             self.on_delete.word().clone_into(&mut made.handle.on_delete);
         }
-        if new.source.is_some() {
-            return Err(ProvisionError::Unsupported(NO_COPIES));
+        match &new.source {
+            None => self.create_empty(&made)?,
+            Some(source) => self.create_copy(&made, &new.name, source)?,
         }
-        let directory = &made.handle.directory;
-        let export = self.export(directory)?;
-        let _directory = self.directories.lock_on_lane(&directory.to_string());
-        let done = export.make(directory.sub_dir(), made.mode);
-        done.map_err(failed("make", directory))?;
-        Ok(volume(&made.handle, made.context))
+        Ok(VolumeInfo {
+            source: new.source.clone(),
+            ..volume(&made.handle, made.context)
+        })
     }
 
     fn delete_volume(&self, handle: &str, _: &Secrets) -> Result<(), ProvisionError> {
@@ -171,28 +376,32 @@ impl Provisioner for NfsStore {
             "" => Some(self.on_delete),
             word => OnDelete::parse(word),
         };
-        let done = match on_delete {
-            Some(OnDelete::Delete) => {
-                let aside = format!(".deleted-{}", digest::sha256_hex(handle));
-                let moved = {
-                    let _directory = self.directories.lock_on_lane(&directory.to_string());
-                    export.set_aside(sub_dir, &aside)
-                };
-                moved.and_then(|_| export.remove(&aside))
-            }
-            Some(OnDelete::Archive) => {
-                let _directory = self.directories.lock_on_lane(&directory.to_string());
-                export.archive(sub_dir)
-            }
-            Some(OnDelete::Retain) => return Ok(()),
-            None => {
-                return Err(ProvisionError::BadParameter {
-                    name: "onDelete",
-                    value: parsed.on_delete,
-                    why: "the handle has another word than delete, retain or archive".to_owned(),
-                });
-            }
+        let Some(on_delete) = on_delete else {
+            return Err(ProvisionError::BadParameter {
+                name: "onDelete",
+                value: parsed.on_delete,
+                why: "the handle has another word than delete, retain or archive".to_owned(),
+            });
         };
+        let aside = format!(".deleted-{}", digest::sha256_hex(handle));
+        let release = || {
+            let _directory = self.directories.lock_on_lane(&directory.to_string());
+            let root = export.open()?;
+            let record = records::of_volume(&parsed);
+            let is_shared = records::has_others(&root, &record)?;
+            match on_delete {
+                _ if is_shared => tracing::info!(
+                    handle,
+                    %directory,
+                    "another volume has the directory: it stays until that one is deleted"
+                ),
+                OnDelete::Delete => drop(export.set_aside(sub_dir, &aside)?),
+                OnDelete::Archive => drop(export.archive(sub_dir)?),
+                OnDelete::Retain => {}
+            }
+            records::remove(&root, &record)
+        };
+        let done = release().and_then(|()| export.remove(&aside));
         let done = done.map_err(failed("delete", directory))?;
         tracing::debug!(handle, ?done, "deleted");
         Ok(())
@@ -252,7 +461,7 @@ impl Provisioner for NfsStore {
     }
 
     fn largest_page(&self) -> usize {
-        1
+        1000
     }
 
     fn list_volumes(
@@ -295,26 +504,26 @@ impl Provisioner for NfsStore {
         })
     }
 
-    fn create_snapshot(&self, _: &NewSnapshot) -> Result<SnapshotInfo, ProvisionError> {
-        Err(ProvisionError::Unsupported(NO_SNAPSHOTS))
+    fn create_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, ProvisionError> {
+        self.take_snapshot(new)
     }
 
-    fn delete_snapshot(&self, _: &str, _: &Secrets) -> Result<(), ProvisionError> {
-        Err(ProvisionError::Unsupported(NO_SNAPSHOTS))
+    fn delete_snapshot(&self, handle: &str, _: &Secrets) -> Result<(), ProvisionError> {
+        self.remove_snapshot(handle)
     }
 
     fn get_snapshot(&self, handle: &str, _: &Secrets) -> Result<SnapshotInfo, ProvisionError> {
-        Err(ProvisionError::NoSnapshot(handle.to_owned()))
+        self.find_snapshot(handle)
     }
 
     fn list_snapshots(
         &self,
-        _: &ListRequest,
+        what: &ListRequest,
         _: Option<&str>,
-        _: Option<&str>,
+        volume: Option<&str>,
         _: &Secrets,
     ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError> {
-        Ok(Vec::new())
+        self.snapshots(what, volume)
     }
 }
 

@@ -1,14 +1,20 @@
 //! The controller's directories: made, deleted, archived, and taken over from
 //! csi-driver-nfs.
 
-use std::{collections::HashMap, fs, path::Path};
+use std::{
+    cell::Cell,
+    collections::HashMap,
+    fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+};
 
 use testkit::{
-    Content, Controller, ControllerSetup, Mode, NfsServer, Node, SHARE, Sandbox, Volume,
-    can_use_nfs, from_volume, provisioned, range, refused, story,
+    Content, Controller, ControllerSetup, MIB, Mode, NfsServer, Node, SHARE, Sandbox, Volume,
+    can_use_nfs, eventually, from_snapshot, from_volume, provisioned, range, refused, story,
 };
 use tonic::Code;
-use uring_csi::proto::csi::{CreateVolumeRequest, GetCapacityRequest};
+use uring_csi::proto::csi::{CreateVolumeRequest, GetCapacityRequest, ListSnapshotsRequest};
 
 /// A controller that has this directory as a share, and no pool.
 async fn over(sandbox: &Sandbox, dir: &Path) -> Controller {
@@ -115,6 +121,40 @@ fn directories_live_and_die_as_their_class_says() {
 }
 
 #[test]
+fn a_deletion_leaves_the_directory_to_a_volume_that_has_it() {
+    story(async |sandbox| {
+        let dir = sandbox.dir().join("export");
+        fs::create_dir(&dir).expect("made");
+        let controller = over(sandbox, &dir).await;
+        let data = dir.join("team/data/file");
+        for policy in ["delete", "archive", "retain"] {
+            let class = [&TEMPLATE[..], &[("onDelete", policy)]].concat();
+            let create = async |name: &str| {
+                let made = controller.create(claim(name, &class)).await;
+                made.expect("made").volume_id
+            };
+            let old = create("pvc-old").await;
+            let new = create("pvc-new").await;
+            fs::write(&data, policy).expect("written");
+            // Also one that begins when the old volume is long gone.
+            for _ in 0..2 {
+                controller.delete(&old).await.expect("deleted");
+                assert_eq!(fs::read_to_string(&data).expect("kept"), policy);
+            }
+            controller.delete(&new).await.expect("deleted");
+            assert_eq!(data.exists(), policy == "retain");
+            let _ = fs::remove_dir_all(dir.join("archived-team"));
+            // Of csi-driver-nfs, which records nothing.
+            fs::create_dir_all(dir.join("team/data")).expect("made");
+            controller.delete(&old).await.expect("deleted");
+            assert_eq!(dir.join("team/data").exists(), policy == "retain");
+        }
+        let records = fs::read_dir(dir.join(".uring-csi/volumes")).expect("read");
+        assert_eq!(records.count(), 0);
+    });
+}
+
+#[test]
 fn what_cannot_be_a_directory_is_refused() {
     story(async |sandbox| {
         let dir = sandbox.dir().join("export");
@@ -124,14 +164,14 @@ fn what_cannot_be_a_directory_is_refused() {
         let mut raw = claim("pvc-2", &[]);
         raw.volume_capabilities = vec![Volume::block("").capability];
         let mut copy = claim("pvc-2", &[]);
-        copy.volume_content_source = Some(from_volume(&made.volume_id));
+        copy.volume_content_source = Some(from_volume("127.0.0.1#share#gone##"));
         let mut elsewhere = claim("pvc-2", &[]);
         elsewhere
             .parameters
             .insert("share".to_owned(), "/other".to_owned());
         for (request, code, word) in [
             (raw, Code::InvalidArgument, "block"),
-            (copy, Code::Unimplemented, "not copied"),
+            (copy, Code::NotFound, "gone"),
             (elsewhere, Code::FailedPrecondition, "--nfs-export"),
             (
                 claim("pvc-2", &[("subDir", "../x")]),
@@ -159,10 +199,218 @@ fn what_cannot_be_a_directory_is_refused() {
         let handle = "127.0.0.1#other#pvc-1##";
         let status = controller.delete(handle).await;
         refused(status, Code::FailedPrecondition, &["--nfs-export"]);
-        let status = controller.snapshot(&made.volume_id, "snap").await;
-        refused(status, Code::Unimplemented, &["no snapshots"]);
+        for name in [".hidden", "a/b", "a#b"] {
+            let status = controller.snapshot(&made.volume_id, name).await;
+            refused(status, Code::InvalidArgument, &["name"]);
+        }
         let left: Vec<_> = fs::read_dir(&dir).expect("read").flatten().collect();
         assert_eq!(left.len(), 1, "{left:?}");
+    });
+}
+
+/// A file system for a share, which copies by reference or does not.
+fn share(sandbox: &Sandbox, name: &str) -> PathBuf {
+    if name == "reflink" {
+        sandbox.reflink_pool(name)
+    } else {
+        sandbox.pool(name)
+    }
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let all = fs::read_dir(dir).expect("a directory");
+    let name = |entry: std::io::Result<fs::DirEntry>| {
+        let name = entry.expect("an entry").file_name();
+        name.to_str().expect("UTF-8").to_owned()
+    };
+    let mut all: Vec<_> = all.map(name).collect();
+    all.sort_unstable();
+    all
+}
+
+#[test]
+fn snapshots_and_clones_are_copies_of_directories() {
+    story(async |sandbox| {
+        for kind in ["reflink", "main"] {
+            let dir = share(sandbox, kind);
+            let controller = over(sandbox, &dir).await;
+            let source = controller.create(claim("pvc-1", &[])).await.expect("made");
+            let content = Content::new(kind);
+            content.write(&dir.join("pvc-1/file"));
+            let room = || {
+                let free = rustix::fs::statvfs(&dir).expect("statistics");
+                free.f_bfree * free.f_frsize
+            };
+            let before = room();
+            let taken = controller.snapshot(&source.volume_id, "snap").await;
+            let taken = taken.expect("a snapshot");
+            let id = "127.0.0.1#share#snap#snap#pvc-1";
+            assert_eq!(
+                (
+                    &*taken.snapshot_id,
+                    taken.ready_to_use,
+                    taken.size_bytes > 0
+                ),
+                (id, true, true)
+            );
+            let again = controller.snapshot(&source.volume_id, "snap").await;
+            assert_eq!(again.expect("the snapshot"), taken);
+            fs::write(dir.join("pvc-1/file"), "new").expect("written");
+
+            let mut copies = Vec::new();
+            for (name, from) in [
+                ("restored", from_snapshot(id)),
+                ("cloned", from_volume(&source.volume_id)),
+            ] {
+                let mut request = claim(name, &[("mountPermissions", "0751")]);
+                request.volume_content_source = Some(from.clone());
+                for _ in 0..2 {
+                    let made = controller.create(request.clone()).await.expect("made");
+                    assert_eq!(made.content_source.as_ref(), Some(&from));
+                    assert_eq!(made.volume_context["subDir"], name);
+                }
+                let mode = fs::metadata(dir.join(name)).expect("there").permissions();
+                assert_eq!(mode.mode() & 0o7777, 0o751);
+                copies.push(request);
+            }
+            content.assert_in(&dir.join("restored/file"));
+            let read = |path: &str| fs::read_to_string(dir.join(path)).expect("there");
+            assert_eq!(read("cloned/file"), "new");
+            if kind == "reflink" {
+                assert!(before < room() + MIB, "they share blocks");
+            }
+
+            // One name is one copy of one source.
+            copies[0].volume_content_source = Some(from_volume(&source.volume_id));
+            let other = controller.create(copies[0].clone()).await;
+            refused(other, Code::AlreadyExists, &["not a copy of that source"]);
+            copies[0].volume_content_source = None;
+            let other = controller.create(copies[0].clone()).await;
+            refused(other, Code::AlreadyExists, &["it is a copy"]);
+            let cloned = "127.0.0.1#share#cloned##";
+            let other = controller.snapshot(cloned, "snap").await;
+            refused(other, Code::AlreadyExists, &["it is a snapshot of"]);
+            let other = controller.snapshot(cloned, "pvc-1").await;
+            refused(other, Code::AlreadyExists, &["a directory of that name"]);
+            copies[1].name = "pvc-1".to_owned();
+            let other = controller.create(copies[1].clone()).await;
+            refused(other, Code::AlreadyExists, &["not a copy of that source"]);
+
+            let list = ListSnapshotsRequest::default();
+            let listed = controller.client().list_snapshots(list).await;
+            let listed = listed.expect("listed").into_inner().entries;
+            assert_eq!(listed.len(), 1);
+            assert_eq!(listed[0].snapshot, Some(taken));
+            controller.delete(&source.volume_id).await.expect("deleted");
+            content.assert_in(&dir.join("snap/data/file"));
+            for _ in 0..2 {
+                controller.delete_snapshot(id).await.expect("deleted");
+            }
+            "late".clone_into(&mut copies[1].name);
+            for from in [from_snapshot(id), from_volume(&source.volume_id)] {
+                copies[1].volume_content_source = Some(from);
+                refused(
+                    controller.create(copies[1].clone()).await,
+                    Code::NotFound,
+                    &["there is no"],
+                );
+            }
+            content.assert_in(&dir.join("restored/file"));
+            assert_eq!(names(&dir), [".uring-csi", "cloned", "restored"]);
+        }
+    });
+}
+
+#[test]
+fn snapshots_of_csi_driver_nfs_are_deleted_and_nothing_else_is() {
+    story(async |sandbox| {
+        let dir = sandbox.pool("main");
+        let controller = over(sandbox, &dir).await;
+        let id = "127.0.0.1#share#snap#snap#pvc-1";
+        fs::create_dir(dir.join("snap")).expect("made");
+        fs::write(dir.join("snap/other.tar.gz"), "x").expect("written");
+        refused(
+            controller.delete_snapshot(id).await,
+            Code::FailedPrecondition,
+            &["is no snapshot"],
+        );
+        fs::write(dir.join("snap/pvc-1.tar.gz"), "x").expect("written");
+        let mut restore = claim("restored", &[]);
+        restore.volume_content_source = Some(from_snapshot(id));
+        refused(
+            controller.create(restore).await,
+            Code::FailedPrecondition,
+            &["an archive of csi-driver-nfs"],
+        );
+        // No snapshot's handle.
+        let volume = "127.0.0.1#share#snap##";
+        controller.delete_snapshot(volume).await.expect("nothing");
+        assert!(dir.join("snap").exists());
+        for _ in 0..2 {
+            controller.delete_snapshot(id).await.expect("deleted");
+            assert_eq!(names(&dir), [""; 0]);
+        }
+    });
+}
+
+#[test]
+fn a_killed_controller_leaves_whole_copies_or_none() {
+    story(async |sandbox| {
+        let dir = sandbox.pool("main");
+        for sub in ["a", "b/c"] {
+            fs::create_dir_all(dir.join("source").join(sub)).expect("made");
+            Content::new(sub).write(&dir.join("source").join(sub).join("file"));
+        }
+        let controller = over(sandbox, &dir).await;
+        let source = "127.0.0.1#share#source##";
+        let mut copy = claim("copy", &TEMPLATE);
+        copy.volume_content_source = Some(from_volume(source));
+        let snap = "127.0.0.1#share#snap#snap#source";
+        let volume = "127.0.0.1#share#team/data#copy#";
+        // Complete, or not there.
+        let assert_whole = || {
+            for copy in ["snap/data", "team/data"].map(|path| dir.join(path)) {
+                for sub in ["a", "b/c"].into_iter().filter(|_| copy.exists()) {
+                    Content::new(sub).assert_in(&copy.join(sub).join("file"));
+                }
+            }
+        };
+        for at in (0..).step_by(2) {
+            controller.kill9().await;
+            controller.start_crashing_at(at).await;
+            let crashes = Cell::new(0);
+            for step in 0..4 {
+                eventually("the step is done", async || {
+                    let done = match step {
+                        0 => controller.snapshot(source, "snap").await.map(drop),
+                        1 => controller.create(copy.clone()).await.map(drop),
+                        2 => controller.delete_snapshot(snap).await,
+                        _ => controller.delete(volume).await,
+                    };
+                    if step < 2 {
+                        assert_whole();
+                    }
+                    if controller.has_exited() {
+                        crashes.set(crashes.get() + 1);
+                        controller.start().await;
+                    }
+                    done.ok()
+                })
+                .await;
+            }
+            eventually("nothing is left", async || {
+                (names(&dir) == [".uring-csi", "source"]).then_some(())
+            })
+            .await;
+            for records in ["snapshots", "volumes"] {
+                assert_eq!(names(&dir.join(".uring-csi").join(records)), [""; 0]);
+            }
+            assert!(crashes.get() < 2);
+            if crashes.get() == 0 {
+                assert!(at > 20, "the story has more steps");
+                break;
+            }
+        }
     });
 }
 

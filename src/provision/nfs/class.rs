@@ -153,6 +153,31 @@ pub fn share(parameters: &HashMap<String, String>) -> Result<Directory, Provisio
     share.map_err(|error| bad(error.key, "", error.to_string()))
 }
 
+/// The share for a snapshot: that of its class, by default the volume's. The controller
+/// mounts nothing, so it has no use for csi-driver-nfs' `mountOptions`.
+pub fn snapshot_share(
+    parameters: &HashMap<String, String>,
+    volume: &Directory,
+) -> Result<Directory, ProvisionError> {
+    let (mut server, mut share) = (volume.server(), volume.share());
+    for (key, value) in parameters {
+        match &key.to_ascii_lowercase()[..] {
+            "server" => server = value,
+            "share" => share = value,
+            "mountoptions" => {}
+            other if other.starts_with("csi.storage.k8s.io/") => {}
+            _ => {
+                return Err(ProvisionError::UnknownParameter {
+                    name: key.clone(),
+                    known: "server and share".to_owned(),
+                });
+            }
+        }
+    }
+    let share = Directory::new(server, share, "");
+    share.map_err(|error| bad(error.key, "", error.to_string()))
+}
+
 fn bad(key: &str, value: &str, why: String) -> ProvisionError {
     let spelled = ["mountPermissions", "onDelete", "server", "share", "subDir"];
     let name = spelled.into_iter().find(|it| it.eq_ignore_ascii_case(key));

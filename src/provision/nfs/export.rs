@@ -1,20 +1,20 @@
 //! A share as the controller reaches it: as a directory of its own machine.
 //!
-//! Nodes mount parts of it for writing, and a pod may put a symlink wherever it can write.
-//! So every path is walked below the directory without symlinks (openat2(2)), and each
-//! change is made by the descriptor of the parent.
+//! Every path is walked below the directory without symlinks ([`below`]), and each change
+//! is made by the descriptor of the parent.
 
-use std::{fs, io, os::fd::AsRawFd as _, path::PathBuf, str::FromStr};
+use std::{io, path::PathBuf, str::FromStr};
 
 use rustix::{
-    fd::{AsFd as _, OwnedFd},
+    fd::OwnedFd,
     fs::{
-        AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags, StatVfs, StatxAttributes,
-        StatxFlags, fchmod, fstatvfs, mkdirat, openat, openat2, renameat_with, statx, unlinkat,
+        AtFlags, CWD, Mode, OFlags, StatVfs, StatxAttributes, StatxFlags, fchmod, fstatvfs, openat,
+        statx, unlinkat,
     },
     io::Errno,
 };
 
+use super::below::{self, absent_is_none, split, walk};
 use crate::{Done, nfs::Directory};
 
 /// `--nfs-export`: `SERVER:/SHARE=DIR[,mounted]`.
@@ -30,10 +30,6 @@ pub struct NfsExport {
 
 /// How many parents of a removed directory are removed where they are empty.
 const MOST_PARENTS: usize = 10;
-
-const BELOW: ResolveFlags = ResolveFlags::BENEATH
-    .union(ResolveFlags::NO_SYMLINKS)
-    .union(ResolveFlags::NO_MAGICLINKS);
 
 impl FromStr for NfsExport {
     type Err = String;
@@ -77,16 +73,13 @@ impl NfsExport {
 
     /// Whether the directory is there.
     pub fn has(&self, sub_dir: &str) -> io::Result<bool> {
-        Ok(absent_is_none(walk(&self.open()?, sub_dir))?.is_some())
+        below::has(&self.open()?, sub_dir)
     }
 
     /// Makes the directory and those above it, where they are missing, with these
     /// permission bits if any are given.
     pub fn make(&self, sub_dir: &str, mode: Option<u32>) -> io::Result<()> {
-        let mut at = self.open()?;
-        for name in sub_dir.split('/') {
-            at = make_below(&at, name)?;
-        }
+        let at = below::make(&self.open()?, sub_dir, 0o777)?;
         if let Some(mode) = mode {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
             let opened = openat(&at, ".", flags, Mode::empty())?;
@@ -107,7 +100,7 @@ impl NfsExport {
         if walk(&root, aside).is_ok() || absent_is_none(walk(&above, name))?.is_none() {
             return Ok(Done::Already);
         }
-        rename(&above, name, &root, aside)?;
+        below::rename(&above, name, &root, aside)?;
         let mut path = parent;
         for _ in 0..MOST_PARENTS {
             if path.is_empty() {
@@ -126,14 +119,7 @@ impl NfsExport {
 
     /// Removes what was set aside, with its content.
     pub fn remove(&self, aside: &str) -> io::Result<Done> {
-        let root = self.open()?;
-        // Follows no symlink, neither here nor below.
-        let path = format!("/proc/self/fd/{}/{aside}", root.as_raw_fd());
-        match fs::remove_dir_all(path) {
-            Ok(()) => Ok(Done::Now),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Done::Already),
-            Err(error) => Err(error),
-        }
+        below::remove(&self.open()?, aside)
     }
 
     /// Renames the directory to `archived-…`, which must not be there.
@@ -148,57 +134,22 @@ impl NfsExport {
         if absent_is_none(walk(&above, name))?.is_none() {
             return Ok(Done::Already);
         }
-        let mut new_above = root;
-        for part in new_parent.split('/').filter(|part| !part.is_empty()) {
-            new_above = make_below(&new_above, part)?;
-        }
+        let new_above = below::make(&root, new_parent, 0o777)?;
         if walk(&new_above, new_name).is_ok() {
             let why = format!("{archived} is there already; move it away");
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
         }
-        rename(&above, name, &new_above, new_name)?;
+        below::rename(&above, name, &new_above, new_name)?;
         Ok(Done::Now)
-    }
-}
-
-/// Renames a directory to a name that is not there.
-fn rename(from: &OwnedFd, name: &str, to: &OwnedFd, new_name: &str) -> io::Result<()> {
-    match renameat_with(from, name, to, new_name, RenameFlags::NOREPLACE) {
-        // NFS has no such rename; only this controller renames volumes.
-        Err(Errno::INVAL) => Ok(rustix::fs::renameat(from, name, to, new_name)?),
-        renamed => Ok(renamed?),
-    }
-}
-
-/// The parent, empty for the share itself, and the last name.
-fn split(sub_dir: &str) -> (&str, &str) {
-    sub_dir.rsplit_once('/').unwrap_or(("", sub_dir))
-}
-
-/// The directory below `root`; an empty path is `root` itself.
-fn walk(root: &OwnedFd, path: &str) -> io::Result<OwnedFd> {
-    let path = if path.is_empty() { "." } else { path };
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    Ok(openat2(root.as_fd(), path, flags, Mode::empty(), BELOW)?)
-}
-
-fn make_below(at: &OwnedFd, name: &str) -> io::Result<OwnedFd> {
-    match mkdirat(at, name, Mode::from_raw_mode(0o777)) {
-        Ok(()) | Err(Errno::EXIST) => walk(at, name),
-        Err(error) => Err(error.into()),
-    }
-}
-
-fn absent_is_none<T>(walked: io::Result<T>) -> io::Result<Option<T>> {
-    match walked {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        walked => walked.map(Some),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{PermissionsExt as _, symlink};
+    use std::{
+        fs,
+        os::unix::fs::{PermissionsExt as _, symlink},
+    };
 
     use super::*;
 

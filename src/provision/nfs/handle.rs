@@ -17,13 +17,13 @@ use crate::nfs::Directory;
 pub struct DirectoryHandle {
     pub directory: Directory,
     /// The requested name, of a volume whose class names the directory.
-    uuid: String,
+    pub uuid: String,
     /// What a delete does, as the class says it; empty: the default.
     pub on_delete: String,
 }
 
 /// A text that is no handle of a directory below a share.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct BadHandle;
 
 impl DirectoryHandle {

@@ -1,0 +1,94 @@
+//! Paths below a directory, walked without symlinks (openat2(2)): nodes mount parts of a
+//! share for writing, and a pod may put a symlink wherever it can write.
+
+use std::{
+    fs, io,
+    os::fd::AsRawFd as _,
+    path::{Path, PathBuf},
+};
+
+use rustix::{
+    fd::{AsFd as _, OwnedFd},
+    fs::{Mode, OFlags, RenameFlags, ResolveFlags, mkdirat, openat2, renameat, renameat_with},
+    io::Errno,
+};
+
+use crate::Done;
+
+const BELOW: ResolveFlags = ResolveFlags::BENEATH
+    .union(ResolveFlags::NO_SYMLINKS)
+    .union(ResolveFlags::NO_MAGICLINKS);
+
+/// Opens a path below `root`.
+pub fn open(
+    root: &OwnedFd,
+    path: impl AsRef<Path>,
+    flags: OFlags,
+    mode: Mode,
+) -> io::Result<OwnedFd> {
+    let flags = flags | OFlags::CLOEXEC;
+    Ok(openat2(root.as_fd(), path.as_ref(), flags, mode, BELOW)?)
+}
+
+/// The directory below `root`; an empty path is `root` itself.
+pub fn walk(root: &OwnedFd, path: impl AsRef<Path>) -> io::Result<OwnedFd> {
+    let path = Some(path.as_ref()).filter(|path| *path != Path::new(""));
+    let path = path.unwrap_or(Path::new("."));
+    open(root, path, OFlags::PATH | OFlags::DIRECTORY, Mode::empty())
+}
+
+/// Whether the directory is there.
+pub fn has(root: &OwnedFd, path: &str) -> io::Result<bool> {
+    Ok(absent_is_none(walk(root, path))?.is_some())
+}
+
+/// Makes the directories of a path that are missing, and opens the last.
+pub fn make(root: &OwnedFd, path: &str, mode: u32) -> io::Result<OwnedFd> {
+    let mut at = walk(root, "")?;
+    for name in path.split('/').filter(|name| !name.is_empty()) {
+        match mkdirat(&at, name, Mode::from_raw_mode(mode)) {
+            Ok(()) | Err(Errno::EXIST) => at = walk(&at, name)?,
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(at)
+}
+
+/// Removes the directory of that name with its content.
+pub fn remove(at: &OwnedFd, name: &str) -> io::Result<Done> {
+    // Follows no symlink, neither here nor below.
+    match fs::remove_dir_all(path_of(at, name)) {
+        Ok(()) => Ok(Done::Now),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Done::Already),
+        Err(error) => Err(error),
+    }
+}
+
+/// Renames a directory to a name that is not there.
+pub fn rename(from: &OwnedFd, name: &str, to: &OwnedFd, new_name: &str) -> io::Result<()> {
+    match renameat_with(from, name, to, new_name, RenameFlags::NOREPLACE) {
+        // NFS has no such rename; only this controller renames volumes.
+        Err(Errno::INVAL) => Ok(renameat(from, name, to, new_name)?),
+        renamed => Ok(renamed?),
+    }
+}
+
+/// The path of a name in an open directory, for calls that take paths. The name must be one
+/// that no pod can have made a symlink.
+pub fn path_of(at: &OwnedFd, name: &str) -> PathBuf {
+    Path::new("/proc/self/fd")
+        .join(at.as_raw_fd().to_string())
+        .join(name)
+}
+
+/// The parent, empty for the share itself, and the last name.
+pub fn split(path: &str) -> (&str, &str) {
+    path.rsplit_once('/').unwrap_or(("", path))
+}
+
+pub fn absent_is_none<T>(walked: io::Result<T>) -> io::Result<Option<T>> {
+    match walked {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        walked => walked.map(Some),
+    }
+}

@@ -1,0 +1,351 @@
+//! Snapshots: copies of directories, in the share beside the volumes.
+//!
+//! Handles are csi-driver-nfs', `server#share#NAME#NAME#SOURCE`. It keeps a snapshot as an
+//! archive `NAME/SOURCE.tar.gz`, this driver as a directory `NAME/data` and a record. Either
+//! deletes both.
+
+use std::{
+    fmt, io,
+    str::FromStr,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use rustix::{
+    fd::OwnedFd,
+    fs::{Mode, OFlags},
+};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    NfsStore,
+    below::{self, absent_is_none},
+    class, failed,
+    handle::{BadHandle, DirectoryHandle},
+    making::DirectoryDraft,
+    records,
+};
+use crate::{
+    Done, crash_point, digest,
+    nfs::Directory,
+    provision::{
+        ListEntry, ListRequest, NewSnapshot, ProvisionError, SnapshotInfo,
+        images::{CopyKind, CopyTarget},
+    },
+};
+
+/// The directory of a snapshot's content, in the snapshot's own.
+const DATA: &str = "data";
+
+/// A snapshot's handle.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DirectorySnapshotHandle {
+    /// The share that has it.
+    pub share: Directory,
+    pub name: String,
+    /// The name of its volume.
+    source: String,
+}
+
+/// The record of a snapshot.
+#[derive(Debug, Serialize, Deserialize)]
+struct DirectorySnapshotRecord {
+    handle: String,
+    /// The handle of its volume, which may be gone by now.
+    source: String,
+    /// When its copy began: nanoseconds since 1970.
+    created: u64,
+    /// What it takes on the disk.
+    bytes: u64,
+}
+
+impl DirectorySnapshotHandle {
+    /// The handle of a snapshot of that name; none if it could not be read.
+    fn new(share: Directory, name: &str, volume: &DirectoryHandle) -> Option<Self> {
+        let source = match &*volume.uuid {
+            "" => volume.directory.sub_dir(),
+            uuid => uuid,
+        };
+        let handle = Self {
+            share,
+            name: name.to_owned(),
+            source: source.to_owned(),
+        };
+        (handle.to_string().parse() == Ok(handle.clone())).then_some(handle)
+    }
+
+    fn record(&self) -> String {
+        format!("snapshots/{}", digest::sha256_hex(&self.name))
+    }
+
+    /// The directory of its content.
+    pub fn data(&self) -> String {
+        format!("{}/{DATA}", self.name)
+    }
+}
+
+impl FromStr for DirectorySnapshotHandle {
+    type Err = BadHandle;
+
+    fn from_str(text: &str) -> Result<Self, BadHandle> {
+        let parts: Vec<_> = text.split('#').collect();
+        let [server, share, name, again, source] = parts[..] else {
+            return Err(BadHandle);
+        };
+        let is_hidden = name.starts_with('.') || name.contains(['/', '\\']);
+        let climbs = source.split(['/', '\\']).any(|part| part == "..");
+        if name.is_empty() || name != again || is_hidden || source.is_empty() || climbs {
+            return Err(BadHandle);
+        }
+        // Checks the name as well.
+        let share = Directory::new(server, share, name)
+            .and_then(|_| Directory::new(server, share, ""))
+            .map_err(|_| BadHandle)?;
+        Ok(Self {
+            share,
+            name: name.to_owned(),
+            source: source.to_owned(),
+        })
+    }
+}
+
+impl fmt::Display for DirectorySnapshotHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (it, name, source) = (&self.share, &self.name, &self.source);
+        write!(f, "{}#{}#{name}#{name}#{source}", it.server(), it.share())
+    }
+}
+
+impl NfsStore {
+    pub(super) fn take_snapshot(&self, new: &NewSnapshot) -> Result<SnapshotInfo, ProvisionError> {
+        let (volume, _) = self.find(&new.volume)?;
+        let share = class::snapshot_share(&new.parameters, &volume.directory)?;
+        let handle = DirectorySnapshotHandle::new(share, &new.name, &volume);
+        let handle = handle.ok_or_else(|| ProvisionError::BadParameter {
+            name: "name",
+            value: new.name.clone(),
+            why: "no directory of a share and no handle can have the name".to_owned(),
+        })?;
+        let cannot = |step| failed(step, &handle.share);
+        let root = self.export(&handle.share)?.open();
+        let root = root.map_err(cannot("open"))?;
+        // Before the volume is looked for: a snapshot may outlive it.
+        if let Some(taken) = as_taken_before(&root, &handle, &new.volume)? {
+            return Ok(taken);
+        }
+        let draft = DirectoryDraft::begin(&root, &handle.record()).map_err(cannot("write in"))?;
+        let draft = draft.ok_or_else(|| ProvisionError::Busy(new.name.clone()))?;
+        // Another controller may have taken it meanwhile.
+        if let Some(taken) = as_taken_before(&root, &handle, &new.volume)? {
+            return Ok(taken);
+        }
+        let from = self.volume_tree(&new.volume)?;
+        let created = SystemTime::now().duration_since(UNIX_EPOCH);
+        let to = draft.make().and_then(|new| below::make(&new, DATA, 0o700));
+        let target = CopyTarget {
+            kind: CopyKind::Snapshot,
+            name: new.name.clone(),
+            handle: handle.to_string(),
+            source: new.volume.clone(),
+            pool: handle.share.to_string(),
+        };
+        let size = self.copy(&from, &to.map_err(cannot("write in"))?, target)?;
+        let record = DirectorySnapshotRecord {
+            handle: handle.to_string(),
+            source: new.volume.clone(),
+            created: u64::try_from(created.unwrap_or_default().as_nanos()).unwrap_or(u64::MAX),
+            bytes: size.allocated,
+        };
+        let written = records::write(&root, &handle.record(), &record);
+        written.map_err(cannot("write in"))?;
+        match draft.place(&handle.name).map_err(cannot("write in"))? {
+            Done::Now => Ok(record.info()),
+            Done::Already => Err(ProvisionError::Differs {
+                name: new.name.clone(),
+                how: format!("{} has a directory of that name", handle.share),
+            }),
+        }
+    }
+
+    pub(super) fn remove_snapshot(&self, text: &str) -> Result<(), ProvisionError> {
+        let Ok(handle) = text.parse::<DirectorySnapshotHandle>() else {
+            return Ok(());
+        };
+        let export = self.export(&handle.share)?;
+        let aside = format!(".deleted-{}", digest::sha256_hex(text));
+        let remove = || {
+            let root = export.open()?;
+            let record = handle.record();
+            {
+                let _directory = self.directories.lock_on_lane(&handle.share.to_string());
+                let is_ours = records::read::<DirectorySnapshotRecord>(&root, &record)?.is_some();
+                if !is_ours && !is_packed(&root, &handle)? && below::has(&root, &handle.name)? {
+                    return Ok(false);
+                }
+                let _ = export.set_aside(&handle.name, &aside)?;
+                crash_point();
+                records::remove(&root, &record)?;
+            }
+            crash_point();
+            export.remove(&aside).map(|_| true)
+        };
+        if remove().map_err(failed("delete a snapshot in", &handle.share))? {
+            return Ok(());
+        }
+        Err(ProvisionError::NotSnapshot {
+            handle: text.to_owned(),
+            name: handle.name,
+        })
+    }
+
+    pub(super) fn find_snapshot(&self, text: &str) -> Result<SnapshotInfo, ProvisionError> {
+        let missing = || ProvisionError::NoSnapshot(text.to_owned());
+        let handle: DirectorySnapshotHandle = text.parse().map_err(|_| missing())?;
+        let root = self.export(&handle.share)?.open();
+        let look = |root: &OwnedFd| {
+            let found = complete(root, &handle.record(), &handle.name)?;
+            let packed = found.is_none() && is_packed(root, &handle)?;
+            Ok((found, packed))
+        };
+        let looked = root.and_then(|root| look(&root));
+        match looked.map_err(failed("look in", &handle.share))? {
+            (Some(record), _) => Ok(record.info()),
+            (None, true) => Err(ProvisionError::PackedSnapshot(text.to_owned())),
+            (None, false) => Err(missing()),
+        }
+    }
+
+    pub(super) fn snapshots(
+        &self,
+        what: &ListRequest,
+        volume: Option<&str>,
+    ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError> {
+        let mut all = Vec::new();
+        for export in &self.exports {
+            let listed = export.open().and_then(|root| in_share(&root));
+            all.extend(what.or_omit(listed.map_err(failed("list", &export.share)))?);
+        }
+        all.retain(|it| volume.is_none_or(|volume| it.source == volume));
+        let entry = |record: DirectorySnapshotRecord| ListEntry {
+            token: record.handle.clone(),
+            entry: record.info(),
+        };
+        let mut all: Vec<_> = all.into_iter().map(entry).collect();
+        all.retain(|it| what.from.as_ref().is_none_or(|from| it.token > *from));
+        all.sort_unstable_by(|a, b| a.token.cmp(&b.token));
+        all.truncate(what.max + 1);
+        Ok(all)
+    }
+}
+
+impl DirectorySnapshotRecord {
+    fn info(&self) -> SnapshotInfo {
+        SnapshotInfo {
+            handle: self.handle.clone(),
+            source: self.source.clone(),
+            bytes: self.bytes,
+            created: UNIX_EPOCH + Duration::from_nanos(self.created),
+            local: false,
+            group: None,
+        }
+    }
+}
+
+/// The snapshot that an equal call took.
+fn as_taken_before(
+    root: &OwnedFd,
+    handle: &DirectorySnapshotHandle,
+    volume: &str,
+) -> Result<Option<SnapshotInfo>, ProvisionError> {
+    let found = complete(root, &handle.record(), &handle.name);
+    match found.map_err(failed("look in", &handle.share))? {
+        None => Ok(None),
+        Some(record) if record.source == volume => Ok(Some(record.info())),
+        Some(record) => Err(ProvisionError::Differs {
+            name: handle.name.clone(),
+            how: format!("it is a snapshot of {:?}", record.source),
+        }),
+    }
+}
+
+/// The snapshots of a share.
+fn in_share(root: &OwnedFd) -> io::Result<Vec<DirectorySnapshotRecord>> {
+    let mut all = Vec::new();
+    for record in records::list(root, "snapshots")? {
+        let read: Option<DirectorySnapshotRecord> = records::read(root, &record)?;
+        let handle = read.and_then(|read| read.handle.parse::<DirectorySnapshotHandle>().ok());
+        if let Some(handle) = handle {
+            all.extend(complete(root, &record, &handle.name)?);
+        }
+    }
+    Ok(all)
+}
+
+/// The record of a snapshot whose directory is there: another program may have removed it.
+fn complete(
+    root: &OwnedFd,
+    record: &str,
+    name: &str,
+) -> io::Result<Option<DirectorySnapshotRecord>> {
+    let found = records::read(root, record)?;
+    Ok(found.filter(|_| below::has(root, name).unwrap_or(true)))
+}
+
+/// Whether the snapshot is an archive of csi-driver-nfs.
+fn is_packed(root: &OwnedFd, handle: &DirectorySnapshotHandle) -> io::Result<bool> {
+    for suffix in [".tar.gz", ".tar"] {
+        let path = format!("{}/{}{suffix}", handle.name, handle.source);
+        let opened = below::open(root, path, OFlags::PATH, Mode::empty());
+        if absent_is_none(opened)?.is_some() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn handles_are_those_of_csi_driver_nfs() {
+        for text in [
+            "srv#share#snapshot-1#snapshot-1#pvc-1",
+            "srv##snapshot-1#snapshot-1#ns/pvc-1",
+        ] {
+            let handle: DirectorySnapshotHandle = text.parse().expect(text);
+            assert_eq!(handle.to_string(), text);
+            assert_eq!(handle.data(), "snapshot-1/data");
+        }
+        let volume: DirectoryHandle = "srv#share#ns/name#pvc-1#".parse().expect("a volume");
+        let share = Directory::new("srv", "share", "").expect("a share");
+        let handle = DirectorySnapshotHandle::new(share.clone(), "snap", &volume);
+        let handle = handle.expect("a handle").to_string();
+        assert_eq!(handle, "srv#share#snap#snap#pvc-1");
+        for name in ["", ".", "..", ".deleted-x", "a/b", "a#b", "a\nb"] {
+            let handle = DirectorySnapshotHandle::new(share.clone(), name, &volume);
+            assert_eq!(handle, None, "{name:?}");
+        }
+        for text in [
+            "srv#share#pvc-1##",
+            "srv#share#pvc-1#pvc-1#",
+            "srv#share#a#b#pvc-1",
+            "srv#share#a#a#../b",
+            "srv#../share#a#a#b",
+            "srv#share#a#a#b#c",
+        ] {
+            assert!(text.parse::<DirectorySnapshotHandle>().is_err(), "{text}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_snapshot_is_in_its_share(text in "[a-z]{1,3}#([a-z./#]|\\.\\.){0,12}") {
+            if let Ok(handle) = text.parse::<DirectorySnapshotHandle>() {
+                prop_assert!(!handle.name.contains('/') && !handle.name.starts_with('.'));
+                prop_assert!(!handle.source.split('/').any(|part| part == ".."));
+            }
+        }
+    }
+}

@@ -1,0 +1,508 @@
+//! Copies of directories with all that is in them: owners, modes, extended attributes,
+//! times, hard links, symlinks, holes and special files.
+//!
+//! Each file is copied by reference where the file system can do that, else its data. Pods
+//! may write meanwhile, so a copy shows no single point in time, and what vanishes during
+//! the copy is left out. They may also put a symlink or a device where a file was: entries
+//! are opened by descriptors of their parents, and only regular files for reading.
+
+use std::{
+    collections::{HashMap, HashSet},
+    ffi::{CStr, CString, OsStr},
+    fs::File,
+    io,
+    os::{fd::AsRawFd as _, unix::ffi::OsStrExt as _},
+    path::{Path, PathBuf},
+};
+
+use rustix::{
+    fd::{AsFd, BorrowedFd, OwnedFd},
+    fs::{
+        AtFlags, Dir, FileType, Gid, Mode, OFlags, Stat, Timespec, Timestamps, Uid, XattrFlags,
+        chmod, chownat, fchmod, fchown, fgetxattr, flistxattr, fsetxattr, fstat, futimens, linkat,
+        mkdirat, mknodat, openat, readlinkat, statat, symlinkat, syncfs, utimensat,
+    },
+    io::Errno,
+};
+
+use super::below;
+use crate::{
+    crash_point,
+    provision::{copy, images::RunningCopy},
+};
+
+/// The size of a directory with all that is in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TreeSize {
+    /// Of its files, holes included.
+    pub bytes: u64,
+    /// What it takes on the disk.
+    pub allocated: u64,
+}
+
+/// An entry that could not be copied.
+#[derive(Debug)]
+pub struct TreeError {
+    /// Below the directory.
+    pub path: PathBuf,
+    pub source: io::Error,
+}
+
+/// A device and an inode, which all hard links of a file have in common.
+type FileId = (u64, u64);
+
+/// Adds up a directory.
+pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
+    let mut size = TreeSize::default();
+    let mut linked = HashSet::new();
+    let mut levels = vec![Dir::new(open_dir(from.as_fd(), c".")?)?];
+    while let Some(level) = levels.last_mut() {
+        let Some(name) = next_name(level)? else {
+            levels.pop();
+            continue;
+        };
+        let at = level.fd()?;
+        let Some(stat) = unless_gone(statat(at, &name, AtFlags::SYMLINK_NOFOLLOW))? else {
+            continue;
+        };
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if kind != FileType::Directory && stat.st_nlink > 1 && !linked.insert(id(&stat)) {
+            continue;
+        }
+        size.allocated += u64::try_from(stat.st_blocks).unwrap_or(0) * 512;
+        if kind == FileType::RegularFile {
+            size.bytes += length(&stat);
+        } else if kind == FileType::Directory
+            && let Some(opened) = unless_gone(open_dir(at, &name))?
+        {
+            levels.push(Dir::new(opened)?);
+        }
+    }
+    Ok(size)
+}
+
+/// Copies what is in `from` into the empty directory `to`, and its attributes. The copy is
+/// durable.
+pub fn copy(from: &OwnedFd, to: &OwnedFd, running: &RunningCopy) -> Result<(), TreeError> {
+    let top = |source| TreeError {
+        path: PathBuf::new(),
+        source,
+    };
+    let mut copy = TreeCopy {
+        root: to,
+        running,
+        links: HashMap::new(),
+        has_references: true,
+        buffer: vec![0; MOST_XATTR],
+    };
+    let first = TreeLevel::enter(from.as_fd(), to.as_fd()).map_err(top)?;
+    let mut levels = vec![first];
+    while let Some(level) = levels.last_mut() {
+        let failed = |source| TreeError {
+            path: level.path.clone(),
+            source,
+        };
+        let Some(name) = next_name(&mut level.from).map_err(failed)? else {
+            let last = levels.pop().expect("there is one");
+            copy.leave(&last).map_err(|source| TreeError {
+                path: last.path,
+                source,
+            })?;
+            continue;
+        };
+        crash_point();
+        running.report();
+        let path = level.path.join(OsStr::from_bytes(name.to_bytes()));
+        match copy.entry(level, &name, &path) {
+            Ok(None) => {}
+            Ok(Some(below)) => levels.push(TreeLevel { path, ..below }),
+            Err(source) => return Err(TreeError { path, source }),
+        }
+    }
+    let synced = open_dir(to.as_fd(), c".").and_then(syncfs);
+    synced.map_err(|errno| top(errno.into()))
+}
+
+/// A copy under way.
+struct TreeCopy<'c> {
+    root: &'c OwnedFd,
+    running: &'c RunningCopy,
+    /// The copies of files that have several names, by their originals.
+    links: HashMap<FileId, PathBuf>,
+    /// Until a file could not be copied by reference.
+    has_references: bool,
+    /// For extended attributes.
+    buffer: Vec<u8>,
+}
+
+/// A directory whose entries are being copied.
+struct TreeLevel {
+    from: Dir,
+    to: OwnedFd,
+    /// Below the root.
+    path: PathBuf,
+}
+
+impl TreeLevel {
+    fn enter(from: BorrowedFd<'_>, to: BorrowedFd<'_>) -> io::Result<Self> {
+        Ok(Self {
+            from: Dir::new(open_dir(from, c".")?)?,
+            to: open_dir(to, c".")?,
+            path: PathBuf::new(),
+        })
+    }
+}
+
+impl TreeCopy<'_> {
+    /// Gives a directory its attributes, which the making of entries changes.
+    fn leave(&mut self, level: &TreeLevel) -> io::Result<()> {
+        let from = level.from.fd()?;
+        self.attributes(from, level.to.as_fd(), &fstat(from)?)
+    }
+
+    /// Copies an entry; the entries of a directory are to follow.
+    fn entry(
+        &mut self,
+        level: &TreeLevel,
+        name: &CStr,
+        path: &Path,
+    ) -> io::Result<Option<TreeLevel>> {
+        let (from, to) = (level.from.fd()?, level.to.as_fd());
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let Some(opened) = unless_gone(openat(from, name, flags, Mode::empty()))? else {
+            return Ok(None);
+        };
+        let stat = fstat(&opened)?;
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if kind == FileType::Directory {
+            mkdirat(to, name, Mode::RWXU)?;
+            let made = open_dir(to, name)?;
+            return TreeLevel::enter(opened.as_fd(), made.as_fd()).map(Some);
+        }
+        if let Some(first) = self.links.get(&id(&stat)) {
+            let parent = first.parent().unwrap_or(Path::new(""));
+            let parent = below::walk(self.root, parent)?;
+            let last = first.file_name().expect("an entry has a name");
+            linkat(parent, last, to, name, AtFlags::empty())?;
+            return Ok(None);
+        }
+        match kind {
+            FileType::RegularFile => {
+                let Some(file) = unless_gone(reopen(&opened))? else {
+                    return Ok(None);
+                };
+                self.file(&File::from(file), to, name)?;
+            }
+            FileType::Symlink => {
+                let target = readlinkat(&opened, c"", Vec::new())?;
+                symlinkat(&*target, to, name)?;
+                owner_and_times(to, name, &stat)?;
+            }
+            kind => {
+                mknodat(to, name, kind, Mode::RUSR, stat.st_rdev)?;
+                owner_and_times(to, name, &stat)?;
+                let made = openat(to, name, flags, Mode::empty())?;
+                // There is no fchmod of such a descriptor before Linux 6.6.
+                chmod(of_descriptor(&made), Mode::from_raw_mode(stat.st_mode))?;
+            }
+        }
+        if stat.st_nlink > 1 {
+            self.links.insert(id(&stat), path.to_owned());
+        }
+        Ok(None)
+    }
+
+    fn file(&mut self, from: &File, to: BorrowedFd<'_>, name: &CStr) -> io::Result<()> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let made = openat(to, name, flags, Mode::RUSR | Mode::WUSR)?;
+        let made = File::from(made);
+        self.has_references = self.has_references && copy::reflink(from, &made)?;
+        if self.has_references {
+            self.running.advance(from.metadata()?.len());
+        } else {
+            self.data(from, &made)?;
+        }
+        self.attributes(from.as_fd(), made.as_fd(), &fstat(from)?)
+    }
+
+    /// Copies the data of a file, which may be truncated meanwhile.
+    fn data(&self, from: &File, to: &File) -> io::Result<()> {
+        let advanced = |bytes| self.running.advance(bytes);
+        let may_continue = || {
+            self.running.report();
+            Ok(true)
+        };
+        for _ in 0..MOST_TRUNCATIONS {
+            let len = from.metadata()?.len();
+            match copy::sparse(from, to, len, &advanced, may_continue) {
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => to.set_len(0)?,
+                done => return done.map(drop),
+            }
+        }
+        Err(io::Error::other("it is truncated again and again"))
+    }
+
+    /// Owner first: a change of it clears mode bits and capabilities.
+    fn attributes(
+        &mut self,
+        from: BorrowedFd<'_>,
+        to: BorrowedFd<'_>,
+        stat: &Stat,
+    ) -> io::Result<()> {
+        let (uid, gid) = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid));
+        fchown(to, Some(uid), Some(gid))?;
+        fchmod(to, Mode::from_raw_mode(stat.st_mode))?;
+        self.xattrs(from, to)?;
+        Ok(futimens(to, &times(stat))?)
+    }
+
+    fn xattrs(&mut self, from: BorrowedFd<'_>, to: BorrowedFd<'_>) -> io::Result<()> {
+        let listed = match flistxattr(from, &mut self.buffer[..]) {
+            Err(Errno::OPNOTSUPP) => return Ok(()),
+            listed => listed?,
+        };
+        let names = self.buffer[..listed].to_vec();
+        for name in names.split_inclusive(|byte| *byte == 0) {
+            let name = CStr::from_bytes_with_nul(name).map_err(io::Error::other)?;
+            if NOT_COPIED.contains(&name) {
+                continue;
+            }
+            match fgetxattr(from, name, &mut self.buffer[..]) {
+                // Removed meanwhile.
+                Err(Errno::NODATA) => {}
+                read => fsetxattr(to, name, &self.buffer[..read?], XattrFlags::empty())?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Attributes that the file system of the copy sets itself: a label by the policy there, and
+/// a list of NFS that repeats the mode.
+const NOT_COPIED: [&CStr; 2] = [c"security.selinux", c"system.nfs4_acl"];
+
+/// The most bytes of an extended attribute, and of the list of their names (xattr(7)).
+const MOST_XATTR: usize = 64 << 10;
+
+/// How often a file may be truncated while it is copied.
+const MOST_TRUNCATIONS: usize = 5;
+
+fn owner_and_times(at: BorrowedFd<'_>, name: &CStr, stat: &Stat) -> io::Result<()> {
+    let (uid, gid) = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid));
+    chownat(at, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)?;
+    Ok(utimensat(
+        at,
+        name,
+        &times(stat),
+        AtFlags::SYMLINK_NOFOLLOW,
+    )?)
+}
+
+#[expect(
+    clippy::cast_possible_wrap,
+    reason = "nanoseconds are less than 10^9, but have other types elsewhere"
+)]
+fn times(stat: &Stat) -> Timestamps {
+    Timestamps {
+        last_access: Timespec {
+            tv_sec: stat.st_atime,
+            tv_nsec: stat.st_atime_nsec as _,
+        },
+        last_modification: Timespec {
+            tv_sec: stat.st_mtime,
+            tv_nsec: stat.st_mtime_nsec as _,
+        },
+    }
+}
+
+/// The next entry but `.` and `..`.
+fn next_name(dir: &mut Dir) -> io::Result<Option<CString>> {
+    loop {
+        match dir.read() {
+            None => return Ok(None),
+            Some(entry) => {
+                let entry = entry?;
+                let name = entry.file_name();
+                if name != c"." && name != c".." {
+                    return Ok(Some(name.to_owned()));
+                }
+            }
+        }
+    }
+}
+
+fn open_dir(at: BorrowedFd<'_>, name: &CStr) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    openat(at, name, flags, Mode::empty())
+}
+
+/// Opens a regular file for reading.
+fn reopen(file: &OwnedFd) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    rustix::fs::open(of_descriptor(file), flags, Mode::empty())
+}
+
+fn of_descriptor(file: &OwnedFd) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
+}
+
+/// None if the entry was removed after its name was read.
+fn unless_gone<T>(result: rustix::io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        // The second: a server removed it.
+        Err(Errno::NOENT | Errno::STALE) => Ok(None),
+        result => Ok(Some(result?)),
+    }
+}
+
+fn id(stat: &Stat) -> FileId {
+    (stat.st_dev, stat.st_ino)
+}
+
+fn length(stat: &Stat) -> u64 {
+    u64::try_from(stat.st_size).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs,
+        os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink},
+        process::Command,
+        time::{Duration, SystemTime},
+    };
+
+    use rustix::fs::{CWD, getxattr, setxattr};
+
+    use super::*;
+    use crate::provision::images::{Copies, CopyKind, CopyTarget};
+
+    fn opened(dir: &Path) -> OwnedFd {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        openat(CWD, dir, flags, Mode::empty()).expect("a directory")
+    }
+
+    fn copied(from: &Path, to: &Path) -> Result<TreeSize, TreeError> {
+        let target = CopyTarget {
+            kind: CopyKind::Volume,
+            name: "copy".to_owned(),
+            handle: "handle".to_owned(),
+            source: "source".to_owned(),
+            pool: "share".to_owned(),
+        };
+        let from = opened(from);
+        let size = measure(&from).expect("measured");
+        let running = Copies::new(1, 1).begin(target, size.bytes).expect("begun");
+        copy(&from, &opened(to), &running).map(|()| size)
+    }
+
+    /// What rsync compares, and more.
+    fn attributes(path: &Path) -> String {
+        let it = fs::symlink_metadata(path).expect("there");
+        let changed = (it.mtime(), it.mtime_nsec());
+        let mut value = [0; 9];
+        let value = match getxattr(path, c"user.key", &mut value) {
+            Ok(length) if !it.is_symlink() => String::from_utf8_lossy(&value[..length]).into(),
+            _ => String::new(),
+        };
+        format!(
+            "{:o} {}:{} {changed:?} {} {} {} {value:?}",
+            it.mode(),
+            it.uid(),
+            it.gid(),
+            it.nlink(),
+            it.rdev(),
+            if it.is_dir() { 0 } else { it.len() },
+        )
+    }
+
+    #[test]
+    fn a_copy_has_what_the_original_has() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+        let odd = Path::new(OsStr::from_bytes(b"n\xff\n"));
+        let deep = from.join("a/b").join(odd);
+        fs::create_dir_all(&deep).expect("made");
+        fs::create_dir(&to).expect("made");
+        let file = fs::File::create(from.join("a/sparse")).expect("made");
+        file.set_len(9 << 20).expect("grown");
+        std::os::unix::fs::FileExt::write_all_at(&file, b"data", 5 << 20).expect("written");
+        fs::write(deep.join("file"), "text").expect("written");
+        fs::hard_link(deep.join("file"), from.join("link")).expect("linked");
+        symlink("/nowhere", from.join("symlink")).expect("linked");
+        let fifo = deep.join("fifo");
+        assert!(
+            Command::new("mkfifo")
+                .arg(&fifo)
+                .status()
+                .expect("run")
+                .success()
+        );
+        for (path, mode) in [
+            ("a", 0o2750),
+            ("a/sparse", 0o4711),
+            ("link", 0o400),
+            ("", 0o1777),
+        ] {
+            let path = from.join(path);
+            std::os::unix::fs::chown(&path, Some(1234), Some(77)).expect("owned");
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("set");
+            setxattr(&path, c"user.key", b"value", XattrFlags::empty()).expect("set");
+        }
+        let past = SystemTime::UNIX_EPOCH + Duration::new(1_000_000_000, 5);
+        for path in ["a/sparse", "a/b", ""] {
+            let opened = fs::File::open(from.join(path)).expect("opened");
+            opened.set_modified(past).expect("set");
+        }
+
+        let size = copied(&from, &to).expect("copied");
+        assert_eq!(size.bytes, (9 << 20) + 4);
+        assert!(size.allocated < 9 << 20, "holes take nothing");
+        let inner = Path::new("a/b").join(odd);
+        for path in [
+            Path::new(""),
+            Path::new("a"),
+            Path::new("a/sparse"),
+            Path::new("a/b"),
+            &inner,
+            &inner.join("file"),
+            &inner.join("fifo"),
+            Path::new("link"),
+            Path::new("symlink"),
+        ] {
+            assert_eq!(
+                attributes(&to.join(path)),
+                attributes(&from.join(path)),
+                "{path:?}"
+            );
+        }
+        assert_eq!(fs::read(to.join("link")).expect("read"), b"text");
+        let target = fs::read_link(to.join("symlink")).expect("a symlink");
+        assert_eq!(target, Path::new("/nowhere"));
+        let sparse = fs::read(to.join("a/sparse")).expect("read");
+        assert_eq!(sparse, fs::read(from.join("a/sparse")).expect("read"));
+        let taken = fs::metadata(to.join("a/sparse")).expect("there").blocks() * 512;
+        assert!(taken < 1 << 20, "{taken}");
+        let link = fs::metadata(to.join("link")).expect("there").ino();
+        let same = fs::metadata(to.join(inner).join("file")).expect("there");
+        assert_eq!(link, same.ino());
+    }
+
+    #[test]
+    fn a_tree_of_any_depth_is_copied_and_an_error_names_its_entry() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+        let mut deep = from.clone();
+        deep.extend(["d"; 300]);
+        fs::create_dir_all(&deep).expect("made");
+        fs::write(deep.join("file"), "text").expect("written");
+        fs::create_dir(&to).expect("made");
+        copied(&from, &to).expect("copied");
+        let copy = to.join(deep.strip_prefix(&from).expect("below"));
+        assert_eq!(fs::read(copy.join("file")).expect("read"), b"text");
+
+        let error = copied(&from, &to).expect_err("it is there");
+        assert_eq!(error.path, Path::new("d"));
+        assert_eq!(error.source.kind(), io::ErrorKind::AlreadyExists);
+    }
+}
