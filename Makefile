@@ -26,8 +26,8 @@ build: ## Build the agents, the supervisor and uringctl
 	@scripts/setup.sh build
 	cargo build --profile $(PROFILE) --bins
 
-# BACKEND=nbd or rbd; on the test kernel if this kernel lacks the driver. FAULTS=1: a disk
-# that hangs, a killed agent, foreign data, with image files on this kernel.
+# BACKEND=nbd, rbd or nfs; on the test kernel if this kernel lacks the driver. FAULTS=1: a
+# disk that hangs, a killed agent, foreign data, with image files on this kernel.
 demo: ## Show the whole life of volumes on this machine
 	@$(first_time)
 	@scripts/setup.sh demo

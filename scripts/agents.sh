@@ -10,7 +10,7 @@ BIN_DIR=${BIN_DIR:-target/debug}
 BIN_DIR=$(cd "$BIN_DIR" && pwd)
 export PATH=$BIN_DIR:$PATH
 
-# The volumes' backend: `loop`, `nbd` or `rbd`. It needs the driver of that name in this
+# The volumes' backend: `loop`, `nbd`, `rbd` or `nfs`. It needs the driver of that name in this
 # kernel.
 backend=${BACKEND:-loop}
 
@@ -19,9 +19,11 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/uring-csi.XXXXXX")
 pids=()
 # The directories of the pools, on file systems of their own.
 pools=()
-# Further flags of the node agent, and of the uringctl commands that create a volume.
+# Further flags of the node agent, of the uringctl commands that create a volume, and of
+# those that mount one.
 node_flags=()
 class=()
+mounted=()
 export URING_CSI_NODE_ENDPOINT=unix://$work/run/node.sock
 export URING_CSI_CONTROLLER_ENDPOINT=unix://$work/run/controller.sock
 
@@ -134,6 +136,24 @@ JSON
   class=(--pool "${its[pool]}" --parameter clusterID=demo --parameter imageFeatures=layering)
 }
 
+serve_nfs() {
+  local port=20490
+  echo "starting an NFS server"
+  mkdir -p "$work"/{export,recovery}
+  cat >"$work/ganesha.conf" <<CONF
+NFS_CORE_PARAM { NFS_Port = $port; Protocols = 4; Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false; }
+NFSV4 { Graceless = true; RecoveryBackend = fs; RecoveryRoot = $work/recovery; }
+NFS_KRB5 { Active_krb5 = false; }
+EXPORT { Export_Id = 1; Path = $work/export; Pseudo = /share; Protocols = 4; Access_Type = RW; Squash = No_Root_Squash; SecType = sys; FSAL { Name = VFS; } }
+CONF
+  ganesha.nfsd -F -f "$work/ganesha.conf" -p "$work/ganesha.pid" -L "$work/ganesha.log" &
+  pids+=($!)
+  until_listening $! $port
+  controller_flags=(--nfs-export "127.0.0.1:/share=$work/export")
+  class=(--parameter server=127.0.0.1 --parameter share=/share)
+  mounted=(--mount-option "port=$port")
+}
+
 # Its process id is then the last of `pids`.
 start_node() {
   uring-csi-node \
@@ -158,6 +178,18 @@ start_agents() {
   pids+=($!)
   until_there "${pids[-1]}" "$work/run/controller.sock"
   until_there "${pids[-2]}" "$work/run/node.sock"
+}
+
+# Waits until the process listens on the port, and fails if it has ended.
+until_listening() {
+  local pid=$1 port=$2
+  for _ in {1..300}; do
+    if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then return; fi
+    kill -0 "$pid" || return 1
+    sleep 0.1
+  done
+  echo "nothing listens on port $port after half a minute" >&2
+  return 1
 }
 
 # Waits for the file, and fails if the process that makes it has ended.

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs both agents with a new pool until ^C. Needs root; removes everything at exit.
-# With BACKEND=nbd it starts an nbdkit, with BACKEND=rbd a small Ceph cluster.
+# With BACKEND=nbd it starts an nbdkit, with BACKEND=rbd a small Ceph cluster, with
+# BACKEND=nfs an nfs-ganesha.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/agents.sh
@@ -16,9 +17,9 @@ The agents run. In another shell, as root:
   export URING_CSI_CONTROLLER_ENDPOINT=$URING_CSI_CONTROLLER_ENDPOINT
 ${URING_CSI_SECRETS:+  export URING_CSI_SECRETS=$URING_CSI_SECRETS
 }
-  uringctl up data 1Gi $work/mnt/data ${class[*]@Q}
+  uringctl up data 1Gi $work/mnt/data ${class[*]@Q} ${mounted[*]@Q}
   uringctl volumes
-  uringctl down data --delete
+  uringctl down $work/mnt/data --delete
   curl http://127.0.0.1:9809/metrics
 
 Their log follows; ^C ends them and removes everything.

@@ -4,7 +4,7 @@
 # [PART]` only prints their names. The parts:
 #
 #   build  a compiler and what the programs link
-#   demo   build, and what the demo of BACKEND (loop, nbd or rbd) runs
+#   demo   build, and what the demo of BACKEND (loop, nbd, rbd or nfs) runs
 #   run    demo, and the tools of all file systems
 #   images build, and what builds and runs images and the Debian package
 #   lint   test, and rustfmt, clippy, what builds and validates the manifests, Prometheus
@@ -20,6 +20,7 @@ set -euo pipefail
   demo=(xfsprogs util-linux mount kmod)
   # The servers of the volumes. python3 runs the cluster.
   nbd=(nbdkit nbd-client)
+  nfs=(nfs-ganesha nfs-ganesha-vfs)
   rbd=(ceph-mon ceph-mgr ceph-osd ceph-common librbd1 librados2 python3)
   # User-Mode Linux, for kernels without the backend's driver.
   kernel=(busybox-static patchelf udev)
@@ -27,7 +28,7 @@ set -euo pipefail
   # qemu-user-static is for images of another architecture.
   images=(buildah podman crun mmdebstrap qemu-user-static)
   # strace is for the benches, python3-venv for the manifests, OpenBao and PyKMIP.
-  test=(fdisk nfs-ganesha nfs-ganesha-vfs openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace)
+  test=(fdisk openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace)
 }
 
 fail() {
@@ -63,15 +64,15 @@ packages() {
     images) groups+=(images) ;;
     demo) groups+=(demo) ;;
     run) groups+=(demo run) ;;
-    *) groups+=(demo nbd rbd kernel run test) ;;
+    *) groups+=(demo nbd nfs rbd kernel run test) ;;
   esac
   case $part:${BACKEND:-loop} in
     *:loop) ;;
-    demo:nbd | demo:rbd | run:nbd | run:rbd)
+    demo:nbd | demo:rbd | demo:nfs | run:nbd | run:rbd | run:nfs)
       groups+=("$BACKEND")
-      modprobe -q "$BACKEND" 2>/dev/null || groups+=(kernel)
+      modprobe -q "${BACKEND/nfs/nfsv4}" 2>/dev/null || groups+=(kernel)
       ;;
-    demo:* | run:*) fail "BACKEND=$BACKEND: must be loop, nbd or rbd" ;;
+    demo:* | run:*) fail "BACKEND=$BACKEND: must be loop, nbd, rbd or nfs" ;;
   esac
   for group in "${groups[@]}"; do
     local -n those=$group

@@ -8,14 +8,14 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use tonic::{Request, Response, metadata::MetadataValue};
+use tonic::{Code, Request, Response, metadata::MetadataValue};
 
 use super::{context::Context, error::CliError};
 use crate::{
     csi::call::{OMITTED, TAKES_LESS},
     proto::{
         admin::HeldVolume,
-        csi::{ListVolumesRequest, Volume},
+        csi::{ControllerGetVolumeRequest, ListVolumesRequest, Volume},
     },
 };
 
@@ -82,7 +82,28 @@ impl Context {
 
     /// The volume that has `wanted` as its id or its name, from the controller.
     pub async fn volume(&self, wanted: &str) -> Result<Volume, CliError> {
-        pick(wanted, self.list_volumes().await?.into_iter())
+        match self.list_volumes().await {
+            // Of directories of NFS servers there is no list: only an id finds one.
+            Err(CliError::Refused { status, .. }) if status.code() == Code::Unimplemented => {
+                self.volume_of_id(wanted).await
+            }
+            listed => pick(wanted, listed?.into_iter()),
+        }
+    }
+
+    async fn volume_of_id(&self, id: &str) -> Result<Volume, CliError> {
+        let request = ControllerGetVolumeRequest {
+            volume_id: id.to_owned(),
+        };
+        let answer = self
+            .controller(
+                format!("look up {id}"),
+                request,
+                async |mut client, request| client.controller_get_volume(request).await,
+            )
+            .await?;
+        let found = answer.volume;
+        found.ok_or_else(|| CliError::NoSuchVolume(id.to_owned()))
     }
 
     /// The volume of the node with the id, published path or name `wanted`. Asks the

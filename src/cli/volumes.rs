@@ -155,6 +155,8 @@ fn as_attached(context: &HashMap<String, String>) -> HashMap<String, String> {
         "mapOptions",
         "encrypted",
         "encryptionKMSID",
+        "server",
+        "share",
     ]
     .into_iter()
     .filter_map(|key| Some((key.to_owned(), context.get(key)?.clone())))
