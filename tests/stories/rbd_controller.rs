@@ -37,6 +37,7 @@ mod classes;
 mod crashes;
 mod exits;
 mod fencing;
+mod groups;
 mod orphans;
 mod replication;
 mod takeover;

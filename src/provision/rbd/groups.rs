@@ -275,7 +275,7 @@ impl GroupPlace<'_> {
             if entry.created.is_none() || entry.members.is_empty() {
                 return Err(RbdError::ForeignGroup(new.name.clone()).into());
             }
-            let shown = self.show(reserved.uuid, entry)?;
+            let shown = self.answer(reserved.uuid, entry)?;
             let sources: BTreeSet<_> = shown.snapshots.iter().map(|one| &one.source).collect();
             if sources == wanted {
                 return Ok(Some(shown));
@@ -290,14 +290,22 @@ impl GroupPlace<'_> {
         Err(RbdError::Contended(new.name.clone()).into())
     }
 
-    /// The answer for a complete group snapshot.
-    fn show(&self, uuid: Uuid, entry: &GroupEntry) -> Result<GroupSnapshotInfo, ProvisionError> {
-        let mut snapshots: Vec<SnapshotInfo> = Vec::new();
+    /// The answer to a create. Flattens snapshots whose chains are too long for copies.
+    fn answer(&self, uuid: Uuid, entry: &GroupEntry) -> Result<GroupSnapshotInfo, ProvisionError> {
         for handle in entry.members.keys() {
             let member = self.store.snapshot(handle, self.secrets)?;
             let image = member.open(OpenMode::ReadOnly)?;
             let flattener = &self.store.flattener;
             flattener.keep_short(&member.pool, &image, &member.image, 0)?;
+        }
+        self.show(uuid, entry)
+    }
+
+    /// A complete group snapshot.
+    fn show(&self, uuid: Uuid, entry: &GroupEntry) -> Result<GroupSnapshotInfo, ProvisionError> {
+        let mut snapshots: Vec<SnapshotInfo> = Vec::new();
+        for handle in entry.members.keys() {
+            let member = self.store.snapshot(handle, self.secrets)?;
             snapshots.push(show_snapshot(&member)?);
         }
         let cut = snapshots.iter().map(|one| one.created).max();

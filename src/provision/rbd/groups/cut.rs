@@ -58,7 +58,7 @@ impl GroupPlace<'_> {
         match self.cut(reserved, &entry, &members) {
             Ok(created) => {
                 entry.created = Some(created);
-                self.show(reserved.uuid, &entry)
+                self.answer(reserved.uuid, &entry)
             }
             Err(error) => {
                 if !error.is_uncertain() {

@@ -325,7 +325,7 @@ async fn an_interrupted_group_snapshot_is_finished() {
     };
     let volumes = [home.lockable("one").await, home.lockable("two").await];
     let handles = volumes.each_ref().map(|one| one.handle.clone());
-    let is_killed = |at: usize, group: &str| {
+    let is_ended = |at: usize, group: &str| {
         let mut victim = home.victim_of("groups::victim");
         victim
             .env("VICTIM_VOLUMES", handles.join(" "))
@@ -338,11 +338,11 @@ async fn an_interrupted_group_snapshot_is_finished() {
         7
     };
     for at in (0..).step_by(step) {
-        let killed_first = is_killed(at, "");
+        let killed_first = is_ended(at, "");
         let taken = home.party().group(handles.to_vec()).await;
         assert_eq!(taken.snapshots.len(), 2, "crashed at {at}");
         assert_eq!(home.images().len(), 4, "crashed at {at}");
-        let killed_later = is_killed(at, &taken.handle);
+        let killed_later = is_ended(at, &taken.handle);
         home.party().delete_group(&taken.handle).await;
         assert_eq!(home.images().len(), 2, "crashed at {at}");
         let groups = home.cluster.rbd(&["group", "ls", &home.pool]);
