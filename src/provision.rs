@@ -340,7 +340,7 @@ pub enum Release {
 
 const REPLICATES_NONE: &str = "image files are not replicated to another cluster";
 
-const GROUPS_NONE: &str = "snapshots of several volumes at one moment are taken of images in Ceph";
+const GROUPS_NONE: &str = "directories of NFS servers have no group snapshots";
 
 const FENCES_NONE: &str = "image files are not behind a network that could be fenced";
 

@@ -4,6 +4,7 @@
 //! vol.shared.POOL.UUID               a volume in a shared pool
 //! vol.local-NODEHASH.POOL.UUID       a volume in that node's own pool
 //! snap.….UUID                        the same for snapshots
+//! group.….UUID                       the same for group snapshots
 //! ```
 //!
 //! A handle locates its image without a catalogue: it has the pool's name, the image's
@@ -17,9 +18,9 @@ use uuid::Uuid;
 use super::{Pool, Scope, spec::is_name};
 use crate::digest;
 
-/// The longest handle: 4 + 1 + 18 + 1 + 63 + 1 + 36 = 124 bytes, within
+/// The longest handle: 5 + 1 + 18 + 1 + 63 + 1 + 36 = 125 bytes, within
 /// the 128 that the CSI specification allows a string.
-const _: () = assert!(4 + 1 + "local-".len() + 12 + 1 + 63 + 1 + 36 <= 128);
+const _: () = assert!(5 + 1 + "local-".len() + 12 + 1 + 63 + 1 + 36 <= 128);
 
 /// The node that a local pool belongs to, by the hash of its id.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -155,6 +156,11 @@ impl VolumeHandle {
 handle! {
     /// The handle of a snapshot whose image is in a pool.
     SnapshotHandle, "snap"
+}
+
+handle! {
+    /// The handle of a group snapshot whose images are in a pool.
+    GroupHandle, "group"
 }
 
 #[cfg(test)]

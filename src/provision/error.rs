@@ -52,6 +52,16 @@ pub enum ProvisionError {
     /// Only snapshots of one volume are compared.
     #[error("snapshots {base:?} and {target:?} are of different volumes")]
     OtherSource { base: String, target: String },
+    /// The snapshot belongs to a group.
+    #[error("snapshot {handle:?} belongs to group {group:?}: delete the group, not its members")]
+    InGroup {
+        /// The snapshot's handle.
+        handle: String,
+        group: String,
+    },
+    /// The volumes of a group are in several pools.
+    #[error("volume {0:?} is in another pool than the others of the group snapshot")]
+    SeveralPools(String),
     /// The volumes of a group are of several backends.
     #[error("volume {0:?} is of another backend than the others of the group snapshot")]
     SeveralBackends(String),
@@ -277,6 +287,7 @@ impl ProvisionError {
             | Self::ClassOfNoBackend { .. }
             | Self::Range(_)
             | Self::OtherMembers(_)
+            | Self::InGroup { .. }
             | Self::OtherSource { .. }
             | Self::UnsupportedUse(_) => Kind::Invalid,
             Self::Unsupported(_) => Kind::Unsupported,
@@ -296,6 +307,7 @@ impl ProvisionError {
             | Self::NoBackend
             | Self::NoOrphans(_)
             | Self::SeveralBackends(_)
+            | Self::SeveralPools(_)
             | Self::LoopDevice { .. }
             | Self::Exported(_)
             | Self::WritersUnknown { .. }

@@ -35,9 +35,10 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::{
-    Abilities, BlockPage, BlockRequest, Capacity, CapacityRequest, ListEntry, ListRequest,
-    NewSnapshot, NewVolume, ProvisionError, Provisioner, PublishRequest, PublishedVolume, Range,
-    Release, SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse,
+    Abilities, BlockPage, BlockRequest, Capacity, CapacityRequest, GroupSnapshotInfo, ListEntry,
+    ListRequest, NewGroupSnapshot, NewSnapshot, NewVolume, ProvisionError, Provisioner,
+    PublishRequest, PublishedVolume, Range, Release, SnapshotInfo, VolumeCondition, VolumeInfo,
+    VolumeUse,
 };
 use crate::{Kind, pool::Pools, secret::Secrets};
 
@@ -46,6 +47,7 @@ mod capacity;
 mod catalogue;
 mod copies;
 mod file_system;
+mod groups;
 mod id_lists;
 mod listing;
 mod origin;
@@ -95,7 +97,7 @@ impl Provisioner for ImageStore {
             lists: true,
             modifies: false,
             publishes: false,
-            groups: false,
+            groups: true,
             blocks: true,
         }
     }
@@ -202,6 +204,32 @@ impl Provisioner for ImageStore {
 
     fn delete_snapshot(&self, handle: &str, _: &Secrets) -> Result<(), ProvisionError> {
         self.delete_snapshot(handle)
+    }
+
+    fn create_group_snapshot(
+        &self,
+        new: &NewGroupSnapshot,
+    ) -> Result<GroupSnapshotInfo, ProvisionError> {
+        refuse_any(&new.parameters, "none for group snapshots")?;
+        self.create_group_snapshot(new)
+    }
+
+    fn delete_group_snapshot(
+        &self,
+        handle: &str,
+        snapshots: &[String],
+        _: &Secrets,
+    ) -> Result<(), ProvisionError> {
+        self.delete_group_snapshot(handle, snapshots)
+    }
+
+    fn get_group_snapshot(
+        &self,
+        handle: &str,
+        snapshots: &[String],
+        _: &Secrets,
+    ) -> Result<GroupSnapshotInfo, ProvisionError> {
+        self.get_group_snapshot(handle, snapshots)
     }
 
     fn snapshot_blocks(&self, what: &BlockRequest) -> Result<BlockPage, ProvisionError> {

@@ -28,7 +28,7 @@ use super::{
 use crate::{
     ceph::csi_format::handle::is_ours as is_ceph_handle,
     lane::{self, Lanes},
-    pool::handle::{SnapshotHandle, VolumeHandle},
+    pool::handle::{GroupHandle, SnapshotHandle, VolumeHandle},
     secret::Secrets,
 };
 
@@ -80,8 +80,9 @@ impl StoreKind {
 
     /// The store of a handle, by its form.
     fn of_handle(handle: &str) -> Option<Self> {
-        let is_of_a_pool =
-            VolumeHandle::from_str(handle).is_ok() || SnapshotHandle::from_str(handle).is_ok();
+        let is_of_a_pool = VolumeHandle::from_str(handle).is_ok()
+            || SnapshotHandle::from_str(handle).is_ok()
+            || GroupHandle::from_str(handle).is_ok();
         match handle {
             _ if is_of_a_pool => Some(Self::Images),
             _ if is_ceph_handle(handle) => Some(Self::Rbd),

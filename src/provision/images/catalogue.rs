@@ -5,7 +5,7 @@
 //! volumes/<id>.json                 the record: the volume is complete
 //! ```
 //!
-//! and `snapnames/`, `snapshots/` in the same way. The reservation is written
+//! and `snapnames/`, `snapshots/`, `groupnames/`, `groups/` in the same way. The reservation is written
 //! first, then the record as `making`, and only then the image gets its name; a
 //! delete marks the record, and removes it last. So the state after a crash
 //! shows how far it came:
@@ -37,7 +37,7 @@ use std::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use uuid::Uuid;
 
-use super::super::ProvisionError;
+use super::{super::ProvisionError, ImageStore};
 use crate::{
     Done, digest,
     pool::{
@@ -58,6 +58,10 @@ pub trait EntryKind: Serialize + DeserializeOwned {
     fn is_exported(&self) -> bool;
     /// The path of the image of `id`.
     fn image(pool: &Pool, id: Uuid) -> PathBuf;
+    /// Deletes the entries that belong to this one, before it is erased.
+    fn delete_members(&self, _: &ImageStore, _: &Pool) -> Result<(), ProvisionError> {
+        Ok(())
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

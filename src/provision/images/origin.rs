@@ -30,7 +30,7 @@ pub struct SourceFile<'s> {
     /// Its name, if it is a volume's, which may be written meanwhile.
     pub volume_image: Option<String>,
     /// Whether it may be written by nodes that claim nothing.
-    is_exported: bool,
+    pub is_exported: bool,
 }
 
 impl ImageStore {

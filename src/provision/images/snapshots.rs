@@ -31,6 +31,25 @@ pub struct SnapshotDetail {
     pub source: String,
     /// The point in time: nanoseconds since 1970.
     created: u64,
+    /// The handle of its group snapshot, if it is of one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    group: Option<String>,
+}
+
+impl SnapshotDetail {
+    pub fn new(source: &str, created: SystemTime, group: Option<String>) -> Self {
+        Self {
+            source: source.to_owned(),
+            created: nanos(created),
+            group,
+        }
+    }
+}
+
+/// Nanoseconds since 1970.
+pub fn nanos(time: SystemTime) -> u64 {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
 impl EntryKind for SnapshotDetail {
@@ -102,29 +121,9 @@ impl ImageStore {
             pool: pool.name.clone(),
         };
         self.fill(&draft, &origin, target, || Ok(()))?;
-        let created = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
+        let detail = SnapshotDetail::new(volume, SystemTime::now(), None);
         crash_point();
-        let image = SnapshotDetail::image(pool, held.id);
-        let mut entry = CatalogueEntry {
-            id: held.id,
-            name: name.to_owned(),
-            state: EntryState::Making,
-            detail: SnapshotDetail {
-                source: volume.to_owned(),
-                created: u64::try_from(created.as_nanos()).unwrap_or(u64::MAX),
-            },
-        };
-        Snapshots::of(pool).record_as(&entry)?;
-        match draft.place_new(&image, Durable) {
-            Ok(Done::Now) => {}
-            Ok(Done::Already) => return Err(ProvisionError::Busy(name.to_owned())),
-            Err(e) => return Err(failed("put in place", &image, e)),
-        }
-        entry.state = EntryState::Ready;
-        Snapshots::of(pool).record_as(&entry)?;
-        crash_point();
+        let entry = place_snapshot(pool, held.id, name, detail, draft)?;
         self.snapshot(pool, &entry)
     }
 
@@ -148,6 +147,12 @@ impl ImageStore {
             return Ok(());
         };
         let pool = self.reach_snapshot(&parsed, handle)?;
+        if let Some(entry) = Snapshots::of(pool).get(parsed.id())?
+            && let Some(group) = entry.detail.group
+        {
+            let handle = handle.to_owned();
+            return Err(ProvisionError::InGroup { handle, group });
+        }
         self.delete::<SnapshotDetail>(pool, parsed.id())
     }
 
@@ -168,7 +173,7 @@ impl ImageStore {
             bytes: size_of(&SnapshotDetail::image(pool, entry.id))?.unwrap_or(0),
             created: UNIX_EPOCH + Duration::from_nanos(detail.created),
             local: pool.scope == Scope::Local,
-            group: None,
+            group: detail.group.clone(),
         })
     }
 
@@ -194,4 +199,31 @@ impl ImageStore {
         }
         self.pool_of(parsed.pool(), handle)
     }
+}
+
+/// Gives a filled draft the place of a snapshot, and records it.
+pub fn place_snapshot(
+    pool: &Pool,
+    id: Uuid,
+    name: &str,
+    detail: SnapshotDetail,
+    draft: Draft,
+) -> Result<CatalogueEntry<SnapshotDetail>, ProvisionError> {
+    let image = SnapshotDetail::image(pool, id);
+    let mut entry = CatalogueEntry {
+        id,
+        name: name.to_owned(),
+        state: EntryState::Making,
+        detail,
+    };
+    Snapshots::of(pool).record_as(&entry)?;
+    match draft.place_new(&image, Durable) {
+        Ok(Done::Now) => {}
+        Ok(Done::Already) => return Err(ProvisionError::Busy(name.to_owned())),
+        Err(e) => return Err(failed("put in place", &image, e)),
+    }
+    entry.state = EntryState::Ready;
+    Snapshots::of(pool).record_as(&entry)?;
+    crash_point();
+    Ok(entry)
 }

@@ -111,6 +111,7 @@ impl ImageStore {
             };
             entry.state = EntryState::Deleting;
             catalogue.record_as(&entry)?;
+            entry.detail.delete_members(self, pool)?;
             if K::IS_CLAIMED {
                 format_marker::clear(pool, &image)?;
             }

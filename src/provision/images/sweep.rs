@@ -4,6 +4,7 @@ use super::{
     super::ProvisionError,
     ImageStore,
     catalogue::{Catalogue, EntryKind, EntryState, failed, hold_by_path},
+    groups::GroupDetail,
     snapshots::SnapshotDetail,
     volumes::VolumeDetail,
 };
@@ -26,6 +27,7 @@ impl ImageStore {
             }
             self.sweep_kind::<VolumeDetail>(pool, &mut errors);
             self.sweep_kind::<SnapshotDetail>(pool, &mut errors);
+            self.sweep_kind::<GroupDetail>(pool, &mut errors);
             errors.extend(claim::sweep(pool).err().map(ProvisionError::from));
         }
         errors

@@ -23,6 +23,7 @@ mod blocks;
 mod copied;
 mod crashes;
 mod exported;
+mod groups;
 mod kept;
 mod pages;
 mod reflink;

@@ -268,13 +268,6 @@ pub enum RbdError {
         /// The reason, and what to do.
         why: String,
     },
-    /// The snapshot belongs to a group.
-    #[error("snapshot {handle:?} belongs to group {group:?}: delete the group, not its members")]
-    InGroup {
-        /// The snapshot's handle.
-        handle: String,
-        group: String,
-    },
     /// A volume without a journal cannot be copied.
     #[error("{0:?} cannot be copied: Kubernetes' own RBD plugin created it, without a journal")]
     Migrated(String),
@@ -294,8 +287,7 @@ impl RbdError {
             | Self::OtherCluster { .. }
             | Self::OtherEncryption { .. }
             | Self::OwnPassphrase(_)
-            | Self::Network(NetworkError::Large(_))
-            | Self::InGroup { .. } => Kind::Invalid,
+            | Self::Network(NetworkError::Large(_)) => Kind::Invalid,
             Self::Encryption(error) => match error {
                 EncryptionError::Config { .. } => Kind::Transient,
                 EncryptionError::Service { kind, .. } => *kind,

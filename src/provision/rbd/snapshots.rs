@@ -249,7 +249,7 @@ impl RbdStore {
                 && !entry.group.is_empty()
             {
                 let (handle, group) = (found.handle.clone(), entry.group.clone());
-                return Err(RbdError::InGroup { handle, group }.into());
+                return Err(ProvisionError::InGroup { handle, group });
             }
             self.delete_found_snapshot(&found, secrets)?;
         }

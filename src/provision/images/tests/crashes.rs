@@ -7,6 +7,7 @@
 use std::{path::Path, process::Command};
 
 use super::*;
+use crate::provision::NewGroupSnapshot;
 
 /// Makes one of each thing in the pool in `dir`; all of it may have been made before.
 async fn make(images: &Stores, dir: &Path) {
@@ -47,16 +48,37 @@ async fn make(images: &Stores, dir: &Path) {
         .unwrap();
 }
 
+/// Makes two volumes and a group snapshot of them; all of it may have been made before.
+async fn make_group(images: &Stores) {
+    let mut volumes = Vec::new();
+    for name in ["one", "two"] {
+        let made = images.create_volume(new(name, MIB)).await.unwrap();
+        volumes.push(made.handle);
+    }
+    let group = NewGroupSnapshot {
+        name: "group".to_owned(),
+        volumes,
+        parameters: HashMap::new(),
+        secrets: none(),
+    };
+    let taken = images.create_group_snapshot(group).await.unwrap();
+    assert_eq!(taken.snapshots.len(), 2);
+}
+
 /// Deletes everything that is still listed.
 async fn unmake(images: &Stores) {
     let snapshots = images
         .list_snapshots(ListRequest::default(), None, none())
         .await;
     for snapshot in snapshots.unwrap().entries {
-        images
-            .delete_snapshot(snapshot.handle, none())
-            .await
-            .unwrap();
+        let deleted = match snapshot.group {
+            Some(group) => {
+                let group = images.delete_group_snapshot(group, Vec::new(), none());
+                group.await
+            }
+            None => images.delete_snapshot(snapshot.handle, none()).await,
+        };
+        deleted.unwrap();
     }
     let volumes = images.list_volumes(ListRequest::default()).await;
     for volume in volumes.unwrap().entries {
@@ -71,6 +93,7 @@ async fn victim() {
     let images = images_over(&[("main", Path::new(&dir), Scope::Shared)], None);
     match std::env::var("VICTIM_DOES").as_deref() {
         Ok("make") => make(&images, Path::new(&dir)).await,
+        Ok("group") => make_group(&images).await,
         _ => unmake(&images).await,
     }
 }
@@ -113,6 +136,7 @@ fn assert_whole(home: &Home) {
         (count("snapshots", ".img"), count("snapnames", "")),
         (snapshots, snapshots)
     );
+    assert_eq!(count("groupnames", ""), count("groups", ".json"));
     assert_eq!(count("tmp", ""), 0);
 }
 
@@ -150,6 +174,37 @@ async fn an_interrupted_create_is_finished_or_undone() {
         assert_eq!(home.files(), [""; 0], "crashed at {at}");
         if !crashed {
             assert!(at > 40, "only {at} points");
+            return;
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_interrupted_group_snapshot_is_finished_or_undone() {
+    for at in 0.. {
+        let home = home_in_memory();
+        let sweep = async || {
+            let swept = home.images.sweep(StoreKind::Images).await.unwrap();
+            assert!(swept.is_empty(), "{swept:?}");
+            assert_whole(&home);
+        };
+        let made = !crashes(home.dir.path(), "group", at);
+        if at % 2 == 0 {
+            sweep().await;
+        }
+        make_group(&home.images).await;
+        sweep().await;
+        // Image, record and name of each; of the group, record and name.
+        assert_eq!(home.files().len(), 4 * 3 + 2, "{:?}", home.files());
+        let unmade = !crashes(home.dir.path(), "unmake", at);
+        if at % 2 == 0 {
+            sweep().await;
+        }
+        unmake(&home.images).await;
+        sweep().await;
+        assert_eq!(home.files(), [""; 0], "crashed at {at}");
+        if made && unmade {
+            assert!(at > 20, "only {at} points");
             return;
         }
     }
