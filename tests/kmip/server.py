@@ -56,9 +56,11 @@ def make_key(port):
         administrator.activate(key)
     print(port, key, flush=True)
     sys.stdin.read()
-    os.kill(os.getpid(), signal.SIGKILL)
+    # The server's manager is a process of its own.
+    os.killpg(0, signal.SIGKILL)
 
 
+os.setsid()
 port = free_port()
 server = KmipServer(
     hostname="127.0.0.1",
