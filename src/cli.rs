@@ -11,6 +11,7 @@ mod answer;
 mod args;
 mod attach;
 mod bench;
+mod complete;
 mod context;
 mod copies;
 mod doctor;
@@ -32,7 +33,7 @@ use std::{
     time::Duration,
 };
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 
 use self::{
     answer::Answer,
@@ -145,29 +146,48 @@ enum Command {
     Completions(Completions),
 }
 
-/// Prints a shell's completions for uringctl
+/// Prints a script by which a shell completes commands, and names of volumes
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-Example:
-  uringctl completions bash > /etc/bash_completion.d/uringctl")]
+The script calls uringctl at each completion, and belongs to this version of it. uringctl
+asks the agents at the default sockets, or those of the environment, for a second at most.
+
+Examples:
+  uringctl completions bash > /etc/bash_completion.d/uringctl
+  uringctl completions fish > ~/.config/fish/completions/uringctl.fish")]
 struct Completions {
-    shell: clap_complete::Shell,
+    shell: complete::Shell,
+}
+
+/// Runs the program.
+pub fn main() -> ExitCode {
+    complete::answer_shell();
+    let cli = Cli::parse();
+    let done = match runtime() {
+        Ok(runtime) => runtime.block_on(cli.answer()),
+        Err(source) => Err(CliError::Io {
+            doing: "start the runtime of",
+            path: "uringctl".into(),
+            source,
+        }),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("uringctl: {}", error_chain(&error));
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn runtime() -> io::Result<tokio::runtime::Runtime> {
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    runtime.enable_all().build()
 }
 
 impl Cli {
-    /// Runs the command, prints its answer or its error, and returns the exit code.
-    pub async fn run(self) -> ExitCode {
-        match self.answer().await {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                eprintln!("uringctl: {}", error_chain(&error));
-                ExitCode::from(error.exit_code())
-            }
-        }
-    }
-
-    async fn answer(self) -> Result<(), CliError> {
-        let json = self.json;
+    /// The agents at their sockets; on a runtime.
+    fn context(&self) -> Result<Context, CliError> {
         let secrets = match &self.secrets {
             None => Ok(Secrets::default()),
             Some(dir) => Secrets::read_dir(dir).map_err(|source| CliError::Io {
@@ -176,19 +196,23 @@ impl Cli {
                 source,
             }),
         };
-        let context = &Context {
-            node_socket: Socket::new(Agent::Node, self.node_endpoint, self.timeout),
-            controller_socket: Socket::new(
-                Agent::Controller,
-                self.controller_endpoint,
-                self.timeout,
-            ),
-            holder_socket: Socket::new(Agent::Holder, self.holder_endpoint, self.timeout),
+        let socket =
+            |agent, endpoint: &Endpoint| Socket::new(agent, endpoint.clone(), self.timeout);
+        Ok(Context {
+            node_socket: socket(Agent::Node, &self.node_endpoint),
+            controller_socket: socket(Agent::Controller, &self.controller_endpoint),
+            holder_socket: socket(Agent::Holder, &self.holder_endpoint),
             // A bench makes calls at the same time.
             shows_progress: io::stderr().is_terminal()
                 && !matches!(self.command, Command::Bench(_)),
             secrets: secrets?,
-        };
+        })
+    }
+
+    /// Runs the command, and prints its answer.
+    async fn answer(self) -> Result<(), CliError> {
+        let json = self.json;
+        let context = &self.context()?;
         match self.command {
             Command::Up(it) => print(&it.run(context).await?, json),
             Command::Down(it) => print(&it.run(context).await?, json),
@@ -234,8 +258,11 @@ impl Cli {
                 answer.require_success()
             }
             Command::Completions(it) => {
-                let mut script = Vec::new();
-                clap_complete::generate(it.shell, &mut Self::command(), "uringctl", &mut script);
+                let script = complete::script(it.shell).map_err(|source| CliError::Io {
+                    doing: "write the script for",
+                    path: "the shell".into(),
+                    source,
+                })?;
                 written(answer::write(&script))
             }
         }
@@ -256,6 +283,8 @@ fn written(done: io::Result<()>) -> Result<(), CliError> {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory as _;
+
     use super::*;
 
     #[test]

@@ -2,10 +2,8 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
-use uring_csi::cli::Cli;
+use uring_csi::cli;
 
-#[tokio::main(flavor = "current_thread")]
-async fn main() -> ExitCode {
-    Cli::parse().run().await
+fn main() -> ExitCode {
+    cli::main()
 }
