@@ -24,6 +24,8 @@ mod reattach;
 mod repair;
 mod resolve;
 mod snapshots;
+#[cfg(feature = "node")]
+mod takeover;
 mod volumes;
 
 use std::{
@@ -138,6 +140,8 @@ enum Command {
     Health(held::Health),
     Info(about::Info),
     Doctor(doctor::Doctor),
+    #[cfg(feature = "node")]
+    Takeover(takeover::Takeover),
     Capabilities(about::Capabilities),
     Format(repair::Format),
     Release(repair::Release),
@@ -248,6 +252,8 @@ impl Cli {
                 print(&answer, json)?;
                 answer.require_success()
             }
+            #[cfg(feature = "node")]
+            Command::Takeover(it) => print(&it.run()?, json),
             Command::Capabilities(it) => print(&it.run(context).await?, json),
             Command::Format(it) => print(&it.run(context).await?, json),
             Command::Release(it) => print(&it.run()?, json),

@@ -13,6 +13,8 @@ pub mod descriptor_lock;
 mod dispatch;
 mod error;
 mod exports;
+#[cfg(feature = "cli")]
+mod foreign_device;
 mod format_markers;
 mod held_open;
 mod images;
@@ -41,6 +43,8 @@ pub use context::{SourceError, set_by_kubernetes};
 pub use dispatch::Backends;
 pub use error::DeviceError;
 pub use exports::Exports;
+#[cfg(feature = "cli")]
+pub use foreign_device::{DeviceServer, ForeignDevice};
 pub use format_markers::NodeFormatMarkers;
 pub use held_open::HeldOpen;
 pub use images::{ImageFiles, ImageSource};

@@ -60,6 +60,8 @@ pub mod spec;
 mod stage;
 mod stats;
 mod storage_client;
+#[cfg(feature = "cli")]
+pub mod takeover;
 mod task;
 mod unmake;
 mod unpublish;

@@ -49,6 +49,8 @@ mod source;
 mod stage_file;
 
 pub use error::CephImageError;
+#[cfg(feature = "cli")]
+pub use nbd_backed::daemon_of;
 pub use own_client::StorageClient;
 pub use registration::ThisNode;
 pub use source::CephSource;
@@ -93,26 +95,14 @@ impl CephImages {
         }
     }
 
-    /// The image behind a device, whichever driver mapped it; for a device of rbd-nbd the
-    /// stage file beside the mount may be the only record.
+    /// [`find_behind`], with the supervisor of this node.
     pub fn find_behind(
         &self,
         dev: Dev,
         volume_id: &str,
         stage_file: Option<&[u8]>,
     ) -> Result<Option<FoundDevice>, DeviceError> {
-        let lower = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
-        match Mapped::of(lower) {
-            Some(mapped) => found_as(&mapped, volume_id).map(Some),
-            None if identifier_of(lower).as_deref() == Some(volume_id) => {
-                let described =
-                    stage_file.and_then(|text| CephSource::from_stage_file(text, volume_id).ok());
-                let described = described.filter(|source| source.mounter.rbd_nbd().is_some());
-                let image = described.map(|source| source.image);
-                nbd_backed::find(self.supervisor.as_ref(), volume_id, image)
-            }
-            None => Ok(None),
-        }
+        find_behind(self.supervisor.as_ref(), dev, volume_id, stage_file)
     }
 
     /// The owner of a device that has an image of a cluster behind it.
@@ -231,6 +221,28 @@ impl CephImages {
             }),
             None => Ok(cluster),
         }
+    }
+}
+
+/// The image behind a device, whichever driver mapped it; for a device of rbd-nbd the
+/// stage file beside the mount may be the only record.
+pub fn find_behind(
+    supervisor: Option<&Watch>,
+    dev: Dev,
+    volume_id: &str,
+    stage_file: Option<&[u8]>,
+) -> Result<Option<FoundDevice>, DeviceError> {
+    let lower = luks::mapping_of(dev).map_or(dev, |mapping| mapping.under);
+    match Mapped::of(lower) {
+        Some(mapped) => found_as(&mapped, volume_id).map(Some),
+        None if identifier_of(lower).as_deref() == Some(volume_id) => {
+            let described =
+                stage_file.and_then(|text| CephSource::from_stage_file(text, volume_id).ok());
+            let described = described.filter(|source| source.mounter.rbd_nbd().is_some());
+            let image = described.map(|source| source.image);
+            nbd_backed::find(supervisor, volume_id, image)
+        }
+        None => Ok(None),
     }
 }
 

@@ -113,10 +113,7 @@ impl Backends {
         volume_id: &str,
         stage_file: Option<&[u8]>,
     ) -> Result<Option<FoundDevice>, DeviceError> {
-        let name = node.file_name().map(|name| name.to_string_lossy());
-        let by_name = name.and_then(|name| sysfs::dev_of(&name).ok());
-        // A mapping's node has another name than the device.
-        let Some(dev) = by_name.or_else(|| block::dev_behind(node).ok()) else {
+        let Some(dev) = dev_of(node) else {
             return Ok(None);
         };
         if let Some(found) = self.exports.find_behind(dev)? {
@@ -226,6 +223,14 @@ impl Backends {
         };
         self.images.bind(image)
     }
+}
+
+/// The number of a device by its node, which may be missing in this mount namespace.
+pub(super) fn dev_of(node: &Path) -> Option<Dev> {
+    let name = node.file_name().map(|name| name.to_string_lossy());
+    let by_name = name.and_then(|name| sysfs::dev_of(&name).ok());
+    // A mapping's node has another name than the device.
+    by_name.or_else(|| block::dev_behind(node).ok())
 }
 
 /// The device that is busy: the encrypted one, once its mapping is closed.

@@ -204,7 +204,7 @@ impl Inventory {
 
 /// Which volume is mounted here and where it is staged, if another driver has staged
 /// it: below the staging path, under its handle.
-fn unknown(entry: &MountEntry, places: &Places) -> Option<(String, PathBuf)> {
+pub(super) fn unknown(entry: &MountEntry, places: &Places) -> Option<(String, PathBuf)> {
     let is_device = Path::new(&entry.source).starts_with("/dev") || entry.fs_type == "devtmpfs";
     let id = entry.mount_point.file_name()?.to_str()?;
     let staging_path = entry.mount_point.parent()?;
@@ -255,11 +255,8 @@ impl<'a> Index<'a> {
 async fn take_over(node: &Arc<Node>, others: Vec<(String, PathBuf)>) {
     let one = |(id, staging_path): (String, PathBuf)| async move {
         let (places, at) = (node.places.clone(), staging_path.clone());
-        let has_stage_file = node.lanes.run(&id, "find", move || {
-            let place = places.staging(&at);
-            let is_dir = place.is_ok_and(|place| matches!(place.kind(), Ok(PathKind::Dir)));
-            is_dir && matches!(layout::read_stage_file(&places, &at), Ok(Some(_)))
-        });
+        let look = move || has_stage_file(&places, &at);
+        let has_stage_file = node.lanes.run(&id, "find", look);
         if has_stage_file.await && node.known(&id).is_none() {
             let volume = node.volume(&id);
             let progress = &Progress::new(&id, "take over");
@@ -283,6 +280,13 @@ async fn take_over(node: &Arc<Node>, others: Vec<(String, PathBuf)>) {
         node.unrecovered.remove(&id);
     };
     stream::iter(others).for_each_concurrent(AT_ONCE, one).await;
+}
+
+/// Whether another driver's stage file is in the directory. Blocks.
+pub(super) fn has_stage_file(places: &Places, staging_path: &Path) -> bool {
+    let place = places.staging(staging_path);
+    let is_dir = place.is_ok_and(|place| matches!(place.kind(), Ok(PathKind::Dir)));
+    is_dir && matches!(layout::read_stage_file(places, staging_path), Ok(Some(_)))
 }
 
 /// Releases the claims of earlier boots; a call's new claim stays, as it is of this boot.
@@ -375,7 +379,7 @@ fn is_kubelets(path: &Path, directory: &str) -> bool {
 }
 
 /// The mount at the volume's staging path or below, and its mount point.
-fn mounted_at(
+pub(super) fn mounted_at(
     places: &Places,
     volume_id: &str,
     staging_path: &Path,
@@ -392,6 +396,64 @@ fn mounted_at(
         }
     }
     Ok(None)
+}
+
+/// What is at a volume's staging path.
+pub(super) struct StagedAt<'a> {
+    /// The mount point, or the staging path where nothing is mounted.
+    pub path: PathBuf,
+    mounted: Option<Mounted>,
+    entry: Option<&'a MountEntry>,
+    /// The device that is mounted.
+    pub behind: Option<PathBuf>,
+    /// The text of the stage file, whichever driver wrote it.
+    pub stage_file: Option<Vec<u8>>,
+}
+
+impl<'a> StagedAt<'a> {
+    /// `found`: by [`mounted_at`]. Blocks.
+    pub fn look(
+        places: &Places,
+        staging_path: &Path,
+        found: Option<(PathBuf, Mounted)>,
+        mounts: &'a [MountEntry],
+    ) -> Result<Self, Cause> {
+        let (path, mounted) = match found {
+            Some((path, mounted)) => (path, Some(mounted)),
+            None => (staging_path.to_owned(), None),
+        };
+        let entry = mounts
+            .iter()
+            .rev()
+            .find(|entry| mounted.is_some() && entry.mount_point == path);
+        let behind = match mounted.and_then(|mounted| mounted.rdev) {
+            Some(dev) => {
+                Some(sysfs::present_node_of(dev).map_err(Cause::io("name what is mounted"))?)
+            }
+            None => entry.map(|entry| PathBuf::from(&entry.source)),
+        };
+        // A file system mounted at the staging path itself may hang.
+        let stage_file = if mounted.is_some() && path == staging_path {
+            None
+        } else {
+            layout::read_stage_file(places, staging_path)?
+        };
+        Ok(Self {
+            path,
+            mounted,
+            entry,
+            behind,
+            stage_file,
+        })
+    }
+}
+
+/// The error of a mount that this driver does not recover.
+pub(super) fn is_unknown(mount_point: &Path) -> Cause {
+    Cause::precondition(format!(
+        "what is mounted at {} is none of this node's volumes; unmount it by hand",
+        mount_point.display()
+    ))
 }
 
 /// Rebuilds the record of a volume that is staged without one: by the mount at its
@@ -412,7 +474,7 @@ pub(super) fn rebuild(cx: OnLane<'_>, staging_path: &Path) -> Result<Option<Reco
     Ok(Some(record))
 }
 
-fn is_of(other: &str, staging_path: &Path) -> Cause {
+pub(super) fn is_of(other: &str, staging_path: &Path) -> Cause {
     let what = format!(
         "what is staged at {} is volume {other}",
         staging_path.display()
@@ -428,34 +490,17 @@ fn find(
     staging_path: &Path,
     known: &[Device],
 ) -> Result<Option<Held>, Cause> {
-    let (path, mounted) = match mounted_at(places, volume_id, staging_path)? {
-        Some((path, mounted)) => (path, Some(mounted)),
-        None => (staging_path.to_owned(), None),
-    };
+    let at = mounted_at(places, volume_id, staging_path)?;
+    // After that look: what it has found is in the list.
     let mounts = table::list().map_err(Cause::io("list the mounts"))?;
-    let entry = mounts
-        .iter()
-        .rev()
-        .find(|entry| mounted.is_some() && entry.mount_point == path);
-    let behind = match mounted.and_then(|mounted| mounted.rdev) {
-        Some(dev) => Some(sysfs::present_node_of(dev).map_err(Cause::io("name what is mounted"))?),
-        None => entry.map(|entry| PathBuf::from(&entry.source)),
-    };
-    // A file system mounted at the staging path itself may hang.
-    let left = if mounted.is_some() && path == staging_path {
-        None
-    } else {
-        layout::read_stage_file(places, staging_path)?
-    };
-    let (behind, left) = (behind.as_deref(), left.as_deref());
+    let staged = StagedAt::look(places, staging_path, at, &mounts)?;
+    let (mounted, entry) = (staged.mounted, staged.entry);
+    let (behind, left) = (staged.behind.as_deref(), staged.stage_file.as_deref());
     let found = source_of(backends, volume_id, behind, left, known)?;
     let Some((source, device)) = found else {
         return match mounted {
             None => Ok(None),
-            Some(_) => Err(Cause::precondition(format!(
-                "what is mounted at {} is none of this node's volumes; unmount it by hand",
-                path.display()
-            ))),
+            Some(_) => Err(is_unknown(&staged.path)),
         };
     };
     if let Some(device) = &device

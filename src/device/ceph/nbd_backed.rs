@@ -58,7 +58,7 @@ pub fn find(
     let mut name = supervisor.and_then(|supervisor| supervisor.image(volume_id));
     if name.is_none() {
         let server = server_of(volume_id).map_err(io("look at the processes"))?;
-        name = server.map(|server| server.image);
+        name = server.map(|(_, server)| server.image);
     }
     let Some(image) = name.as_deref().and_then(named).or(recorded) else {
         tracing::warn!(volume_id, node = %device.node.display(), "no record of the image behind this NBD device");
@@ -78,11 +78,18 @@ fn is_being_mapped(supervisor: Option<&Watch>, volume_id: &str) -> Result<bool, 
     Ok(server.is_some())
 }
 
-/// The process that serves a volume.
-fn server_of(volume_id: &str) -> std::io::Result<Option<DaemonProcess>> {
-    let servers = DaemonProcess::all()?.into_iter().map(|(_, server)| server);
-    let mut its = servers.filter(|server| server.cookie == volume_id);
+/// The process that serves a volume, and its id.
+fn server_of(volume_id: &str) -> std::io::Result<Option<(i32, DaemonProcess)>> {
+    let servers = DaemonProcess::all()?.into_iter();
+    let mut its = servers.filter(|(_, server)| server.cookie == volume_id);
     Ok(its.next())
+}
+
+/// The id of the process that serves a device, which must be one of rbd-nbd.
+#[cfg(feature = "cli")]
+pub fn daemon_of(volume_id: &str) -> Result<Option<i32>, DeviceError> {
+    let server = server_of(volume_id).map_err(io("look at the processes"))?;
+    Ok(server.map(|(pid, _)| pid))
 }
 
 /// Refuses an image that rbd-nbd serves here, for this volume or another.
@@ -116,7 +123,7 @@ pub fn refuse_nbd_backed(
 /// Whether a process serves the image for the volume, with or without a supervisor.
 fn is_backed_without_supervisor(spec: &Spec) -> Result<bool, CephImageError> {
     let server = server_of(&spec.volume_id).map_err(ClientError::Io)?;
-    Ok(server.is_some_and(|server| server.image == spec.name()))
+    Ok(server.is_some_and(|(_, server)| server.image == spec.name()))
 }
 
 /// `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`.

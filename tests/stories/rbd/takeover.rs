@@ -1,11 +1,11 @@
 //! Volumes pass from ceph-csi's node plugin to this driver and back while they are in use:
 //! each unstages what the other has staged, and neither needs the other's records.
 
-use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
+use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command};
 
 use serde_json::Value;
 use testkit::{
-    Ceph, Content, MIB, Node, STAGE_FILE, Volume, ceph_csi_stage_file, ceph_story,
+    Ceph, Content, MIB, Node, STAGE_FILE, Volume, ceph_csi_stage_file, ceph_story, program,
     publish_as_ceph_csi, rbds_of, rbds_over, run, unstage_as_ceph_csi,
 };
 
@@ -33,6 +33,7 @@ fn volumes_staged_by_ceph_csi_are_used_and_unstaged() {
                 write_or_check(&volume, &target, &content, true);
                 // This driver replaces ceph-csi, or the reverse.
                 node.kill9().await;
+                assert_eq!(state_of(&volume, &node.kubelet), "recovers");
                 node.restart().await;
                 if repeats {
                     // As kubelet does after its own restart.
@@ -55,6 +56,20 @@ fn volumes_staged_by_ceph_csi_are_used_and_unstaged() {
         }
         node.assert_clean().await;
     });
+}
+
+/// What `uringctl takeover` says of the volume.
+fn state_of(volume: &Volume, kubelet: &Path) -> String {
+    let mut uringctl = Command::new(program("uringctl"));
+    uringctl.args(["takeover", "--dry-run", "--json", "--kubelet-dir"]);
+    let output = uringctl.arg(kubelet).output().expect("uringctl");
+    let answer: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let mut volumes = answer["volumes"].as_array().expect("volumes").iter();
+    let its = volumes.find(|found| found["volume_id"] == *volume.handle);
+    its.expect("the volume")["state"]
+        .as_str()
+        .expect("a state")
+        .to_owned()
 }
 
 async fn grown(node: &Node, ceph: &Ceph, volume: &Volume) {
