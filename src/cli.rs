@@ -222,7 +222,11 @@ impl Cli {
             Command::Down(it) => print(&it.run(context).await?, json),
             Command::Create(it) => print(&it.run(context).await?, json),
             Command::Clone(it) => print(&it.run(context).await?, json),
-            Command::Delete(it) => print(&it.run(context).await?, json),
+            Command::Delete(it) => {
+                let answer = it.run(context).await;
+                print(&answer, json)?;
+                answer.require_success()
+            }
             Command::List(it) => {
                 let listed = it.run(context).await?;
                 print(&listed, json)?;

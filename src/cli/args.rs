@@ -152,6 +152,18 @@ pub fn at_least(size: Size) -> CapacityRange {
     }
 }
 
+/// A volume's size. So few bytes without a unit are a mistake, and would be rounded up.
+pub fn volume_size(text: &str) -> Result<Size, String> {
+    const LEAST: i64 = 1 << 20;
+    let has_unit = text.bytes().any(|byte| byte.is_ascii_alphabetic());
+    match text.parse::<Size>() {
+        Ok(size) if size.bytes() < LEAST && !has_unit => Err(format!(
+            "{text} would be bytes; add a unit, such as {text}Gi"
+        )),
+        parsed => parsed.map_err(|error| error.to_string()),
+    }
+}
+
 /// `KEY=VALUE`; the value may hold further `=` and may be empty.
 pub fn key_value(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
@@ -190,6 +202,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn a_size_of_a_few_bytes_needs_a_unit() {
+        let bytes = |text| volume_size(text).map(Size::bytes);
+        assert_eq!(bytes("10Gi"), Ok(10 << 30));
+        assert_eq!(bytes("67108864"), Ok(64 << 20));
+        assert_eq!(bytes("10B"), Ok(10));
+        assert!(bytes("10").unwrap_err().contains("10Gi"));
+        assert!(bytes("lots").unwrap_err().contains("not a size"));
+    }
 
     #[test]
     fn pairs_split_at_the_first_equals_sign() {

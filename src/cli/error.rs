@@ -166,6 +166,17 @@ impl CliError {
                 endpoint: endpoint.clone(),
                 why,
             },
+            // By tonic, which has no such service.
+            None if status.code() == Code::Unimplemented && status.message().is_empty() => {
+                let (program, flag) = (agent.program(), agent.flag());
+                let why = format!(
+                    "what answers at {endpoint} does not serve that; is it the socket of {program}? ({flag} names another)"
+                );
+                Self::Refused {
+                    doing,
+                    status: Box::new(Status::unimplemented(why)),
+                }
+            }
             None => Self::Refused {
                 doing,
                 status: Box::new(status),
@@ -268,6 +279,17 @@ mod tests {
         );
         let mute = refused(Code::Internal, "").to_string();
         assert!(mute.len() > "cannot stage data: ".len(), "{mute}");
+    }
+
+    #[test]
+    fn the_socket_of_another_agent_is_named() {
+        let error = refused(Code::Unimplemented, "");
+        let text = error.to_string();
+        assert!(
+            text.contains("/run/x.sock") && text.contains("--node-endpoint"),
+            "{text}"
+        );
+        assert_eq!(error.exit_code(), 1);
     }
 
     #[test]

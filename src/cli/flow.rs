@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::{
     answer::{Answer, table},
-    args::{AccessArgs, NewVolumeArgs},
+    args::{AccessArgs, NewVolumeArgs, volume_size},
     attach::{StagingDir, absolute},
     context::Context,
     error::CliError,
@@ -86,6 +86,7 @@ pub struct Up {
     /// Name of the volume
     name: String,
     /// Minimum size, such as 10Gi or 500M
+    #[arg(value_parser = volume_size)]
     size: Size,
     /// Target path
     path: PathBuf,

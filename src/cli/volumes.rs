@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{
     answer::{Answer, fields, table},
-    args::{AccessArgs, NewVolumeArgs, at_least, from_snapshot, from_volume},
+    args::{AccessArgs, NewVolumeArgs, at_least, from_snapshot, from_volume, volume_size},
     context::Context,
     copies::CopyAnswer,
     error::CliError,
@@ -81,6 +81,7 @@ pub struct Create {
     /// Name; may have any but control characters
     name: String,
     /// Minimum size, such as 10Gi or 500M
+    #[arg(value_parser = volume_size)]
     size: Size,
     #[command(flatten)]
     usage: AccessArgs,
@@ -112,7 +113,7 @@ pub struct CloneVolume {
     /// Name of the new volume
     name: String,
     /// Minimum size; default: that of the source
-    #[arg(long)]
+    #[arg(long, value_parser = volume_size)]
     size: Option<Size>,
     #[command(flatten)]
     usage: AccessArgs,
@@ -310,18 +311,32 @@ pub struct Delete {
 #[derive(Debug, Serialize)]
 pub struct Deleted {
     deleted: Vec<String>,
+    /// The error that kept the next one, and those after it.
+    #[serde(skip)]
+    failed: Option<CliError>,
 }
 
 impl Delete {
     /// Runs the command.
-    pub async fn run(self, context: &Context) -> Result<Deleted, CliError> {
+    pub async fn run(self, context: &Context) -> Deleted {
         let mut deleted = Vec::new();
-        for wanted in self.volumes {
-            let volume_id = context.volume(&wanted).await?.volume_id;
-            context.delete_volume(&wanted, volume_id.clone()).await?;
-            deleted.push(volume_id);
-        }
-        Ok(Deleted { deleted })
+        let all = async {
+            for wanted in self.volumes {
+                let volume_id = context.volume(&wanted).await?.volume_id;
+                context.delete_volume(&wanted, volume_id.clone()).await?;
+                deleted.push(volume_id);
+            }
+            Ok::<_, CliError>(())
+        };
+        let failed = all.await.err();
+        Deleted { deleted, failed }
+    }
+}
+
+impl Deleted {
+    /// The error of the volume that was not deleted.
+    pub fn require_success(self) -> Result<(), CliError> {
+        self.failed.map_or(Ok(()), Err)
     }
 }
 
@@ -347,6 +362,7 @@ pub struct Expand {
     /// Volume, by name or id
     volume: String,
     /// New minimum size
+    #[arg(value_parser = volume_size)]
     size: Size,
 }
 

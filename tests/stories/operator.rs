@@ -127,6 +127,7 @@ fn exit_codes_distinguish_kinds_of_errors() {
         let path = path.to_str().unwrap();
         for (code, args) in [
             (2, &["up", "v", "lots", path][..]),
+            (2, &["create", "v", "10"][..]),
             (2, &["up", "v", "64Mi", path, "--pool", "none"][..]),
             (2, &["up", "v", "64Mi", "/etc/data"][..]),
             (3, &["stats", "none"][..]),
@@ -141,7 +142,10 @@ fn exit_codes_distinguish_kinds_of_errors() {
         operator.json(&["create", "v", "64Mi"]);
         let (code, _, err) = operator.run(&["create", "v", "128Mi"]);
         assert_eq!(code, 4, "{err}");
-        operator.json(&["delete", "v"]);
+        // What was done before an error is said.
+        let (code, out, err) = operator.run(&["delete", "v", "none"]);
+        assert!(code == 3 && err.contains("none"), "{code}: {err}");
+        assert!(out.starts_with("deleted "), "{out}");
 
         controller.terminate();
         controller.wait_for_exit().await;
