@@ -27,6 +27,7 @@ BIN_DIR = Path(os.environ.get("BIN_DIR", ROOT / "target" / "debug"))
 STRING = r'"((?:[^"\\]|\\.)*)"'
 # The modules of the errors, by whom they concern.
 ERRORS = {
+    "Volumes by files": ["manager"],
     "Requests, volumes and their devices": ["volume", "device", "nbd", "nfs", "admission", "size"],
     "File systems and mounts": ["fs", "mount"],
     "Pools, images and the controller": ["pool", "provision/error"],

@@ -27,6 +27,7 @@ mod snapshots;
 #[cfg(feature = "node")]
 mod takeover;
 mod volumes;
+mod wanted;
 
 use std::{
     io::{self, IsTerminal as _},
@@ -135,6 +136,10 @@ enum Command {
     Publish(attach::Publish),
     Unpublish(attach::Unpublish),
     Unstage(attach::Unstage),
+    Wanted(wanted::Wanted),
+    Wait(wanted::Wait),
+    Apply(wanted::Apply),
+    Remove(wanted::Remove),
     Volumes(held::Volumes),
     Stats(held::Stats),
     Health(held::Health),
@@ -247,6 +252,10 @@ impl Cli {
             Command::Publish(it) => print(&it.run(context).await?, json),
             Command::Unpublish(it) => print(&it.run(context).await?, json),
             Command::Unstage(it) => print(&it.run(context).await?, json),
+            Command::Wanted(it) => print(&it.run(context).await?, json),
+            Command::Wait(it) => print(&it.run(context).await?, json),
+            Command::Apply(it) => print(&it.run(context).await?, json),
+            Command::Remove(it) => print(&it.run(context).await?, json),
             Command::Volumes(it) => print(&it.run(context).await?, json),
             Command::Stats(it) => print(&it.run(context).await?, json),
             Command::Health(it) => print(&it.run(context).await?, json),

@@ -22,6 +22,8 @@ mod digest;
 mod done;
 mod endpoint;
 mod error_chain;
+#[cfg(any(feature = "node", feature = "cli"))]
+mod file;
 
 #[cfg(any(feature = "node", feature = "controller"))]
 mod admission;
@@ -31,6 +33,8 @@ mod crash;
 mod csi;
 mod kind;
 mod lane;
+#[cfg(any(feature = "node", feature = "cli"))]
+mod manager;
 mod nbd;
 #[cfg(any(feature = "node", feature = "controller"))]
 mod nfs;

@@ -6,8 +6,11 @@
 
 use std::{fmt, str::FromStr};
 
-/// A number of bytes, at most what CSI's `int64` holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+use serde::{Deserialize, Serialize};
+
+/// A number of bytes, at most what CSI's `int64` holds. In files a text, exact to the byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct Size(i64);
 
 /// The text is not a size.
@@ -99,6 +102,20 @@ pub fn human(bytes: i64) -> String {
     match (tenths / 10, tenths % 10) {
         (whole, 0) => format!("{whole}{unit}"),
         (whole, tenth) => format!("{whole}.{tenth}{unit}"),
+    }
+}
+
+impl TryFrom<String> for Size {
+    type Error = BadSize;
+
+    fn try_from(text: String) -> Result<Self, BadSize> {
+        text.parse()
+    }
+}
+
+impl From<Size> for String {
+    fn from(size: Size) -> Self {
+        size.0.to_string()
     }
 }
 

@@ -18,7 +18,7 @@ use std::{
     fmt,
     future::Future,
     io,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -212,6 +212,16 @@ impl Node {
         if volumes.get(id).is_some_and(|v| v.is_idle_and_empty()) {
             volumes.remove(id);
         }
+    }
+
+    /// The path in the spelling by which paths are compared. Never blocks.
+    pub fn canonical(&self, path: &Path) -> PathBuf {
+        self.places.canonical(path)
+    }
+
+    /// Whether the path is below a directory in which volumes may be published. Never blocks.
+    pub fn may_publish(&self, path: &Path) -> bool {
+        self.places.has(&self.places.canonical(path))
     }
 
     /// Where an inline volume's image is made, and where it is staged.

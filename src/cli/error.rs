@@ -115,6 +115,16 @@ pub enum CliError {
     /// A list was printed, and is incomplete.
     #[error("the list is incomplete: {}", .0.join("; "))]
     IncompleteList(Vec<String>),
+    /// `wait` gave up.
+    #[error("{name} is not {state} yet: {missing}")]
+    NotYet {
+        /// The name of its file.
+        name: String,
+        /// What was waited for.
+        state: &'static str,
+        /// What it waits for.
+        missing: String,
+    },
     /// Arguments that do not go together.
     #[error("{0}")]
     BadArguments(String),
@@ -188,7 +198,7 @@ impl CliError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Refused { status, .. } => exit_code_of(status.code()),
-            Self::Unreachable { .. } => 6,
+            Self::Unreachable { .. } | Self::NotYet { .. } => 6,
             Self::IncompleteList(_)
             | Self::MissingField { .. }
             | Self::CallsFailed(_)

@@ -1,6 +1,8 @@
 //! The node agent's own service, on the same socket as CSI: the operator's calls that CSI
 //! does not define.
 
+use std::sync::Arc;
+
 use tonic::{Request, Response, Status};
 
 use super::{
@@ -10,11 +12,12 @@ use super::{
 use crate::{
     device::Source,
     fs::FsType,
+    manager::{Manager, WantedState},
     observe::Readiness,
     proto::admin::{
         FormatVolumeRequest, FormatVolumeResponse, GetAgentInfoRequest, GetAgentInfoResponse,
-        HeldVolume, ListHeldVolumesRequest, ListHeldVolumesResponse, Target,
-        node_admin_server::NodeAdmin,
+        HeldVolume, ListHeldVolumesRequest, ListHeldVolumesResponse, ListWantedVolumesRequest,
+        ListWantedVolumesResponse, Target, WantedVolume, node_admin_server::NodeAdmin,
     },
     volume::{
         Cause, Config, Listed, NodeHandle, Outcome,
@@ -29,17 +32,39 @@ pub struct AdminService {
     config: Config,
     pools: Vec<String>,
     readiness: Readiness,
+    manager: Option<Arc<Manager>>,
 }
 
 impl AdminService {
     /// `pools`: the names of the node's pools.
-    pub fn new(node: NodeHandle, config: Config, pools: Vec<String>, readiness: Readiness) -> Self {
+    pub fn new(
+        node: NodeHandle,
+        config: Config,
+        pools: Vec<String>,
+        readiness: Readiness,
+        manager: Option<Arc<Manager>>,
+    ) -> Self {
         Self {
             node,
             config,
             pools,
             readiness,
+            manager,
         }
+    }
+
+    async fn wanted(&self) -> Result<ListWantedVolumesResponse, Status> {
+        let manager = self.manager.clone().ok_or_else(|| {
+            Status::failed_precondition("the node agent runs without --volumes: it manages none")
+        })?;
+        let listed = (self.node)
+            .run(move |_| async move { manager.list().await })
+            .await
+            .ok_or_else(|| Status::unavailable("the node agent is shutting down"))?;
+        let listed = listed.map_err(|error| Status::unavailable(error.to_string()))?;
+        Ok(ListWantedVolumesResponse {
+            volumes: listed.into_iter().map(wanted).collect(),
+        })
     }
 
     async fn format(
@@ -109,6 +134,13 @@ impl NodeAdmin for AdminService {
         observed("FormatVolume", &id, self.format(request, timeout)).await
     }
 
+    async fn list_wanted_volumes(
+        &self,
+        _: Request<ListWantedVolumesRequest>,
+    ) -> Result<Response<ListWantedVolumesResponse>, Status> {
+        observed("ListWantedVolumes", "", self.wanted()).await
+    }
+
     async fn get_agent_info(
         &self,
         _: Request<GetAgentInfoRequest>,
@@ -120,7 +152,22 @@ impl NodeAdmin for AdminService {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pools: self.pools.clone(),
             not_ready_because: self.readiness.reason().unwrap_or_default(),
+            volumes_dir: (self.manager.as_ref())
+                .map(|manager| manager.directory().display().to_string())
+                .unwrap_or_default(),
         }))
+    }
+}
+
+fn wanted(volume: WantedState) -> WantedVolume {
+    WantedVolume {
+        name: volume.name,
+        volume_id: volume.handle,
+        path: volume.path.display().to_string(),
+        state: volume.state.to_owned(),
+        detail: volume.detail,
+        age_ms: volume.age.as_millis().try_into().unwrap_or(u64::MAX),
+        is_wanted: volume.is_wanted,
     }
 }
 

@@ -21,7 +21,7 @@ use crate::{
     },
     volume::{
         Cause, Config, Node, NodeHandle, Outcome, Severity, Space, Usage,
-        spec::{Call, Expand, Parsed, Publish, Request, Stage},
+        spec::{Call, Expand, Parsed, Publish, Request, RootAccess, Stage},
     },
 };
 
@@ -105,6 +105,7 @@ impl NodeService {
             mode: parsed.mode,
             mkfs_options: parsed.mkfs_options,
             group: parsed.group,
+            root: RootAccess::default(),
             inline: None,
             fencing: Fencing::parse(&request.publish_context),
         };

@@ -66,6 +66,15 @@ pub fn volume_state_changed(from: Option<&'static str>, to: Option<&'static str>
     }
 }
 
+/// Sets how many volumes that files ask for are in each state, and for how long the first of
+/// them has not been as its file asks.
+pub fn wanted_volumes(states: impl IntoIterator<Item = (&'static str, usize)>, oldest: Duration) {
+    for (state, volumes) in states {
+        gauge!(name::WANTED_VOLUMES, "state" => state).set(as_gauge(volumes));
+    }
+    gauge!(name::WANTED_AGE).set(oldest.as_secs_f64());
+}
+
 /// Sets how many connections to NBD servers were lost so far.
 pub fn nbd_connections_lost(count: u64) {
     counter!(name::NBD_CONNECTIONS_LOST).absolute(count);

@@ -36,6 +36,7 @@ use crate::{
     error_chain,
     kernel::{boot_id, descriptors, heap, privileges},
     lane::Lanes,
+    manager::{Manager, directory::VolumesDir, records::AppliedRecords},
     mount::{path::Roots, table},
     observe::{
         Readiness, http,
@@ -125,6 +126,9 @@ struct NodeOptions {
         value_name = "DIR"
     )]
     allow_path: Vec<PathBuf>,
+    /// A directory of files, each of which asks for a volume on this machine.
+    #[arg(long, env = "URING_CSI_VOLUMES", value_name = "DIR")]
+    volumes: Option<PathBuf>,
     /// A directory of image files, NAME=DIR[,local|,shared][,mounted]; repeatable.
     #[arg(
         long,
@@ -281,9 +285,17 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
         backends,
         Roots::new(&roots)?,
         records,
-        lanes,
+        lanes.clone(),
         heartbeat,
     )?;
+    let manager = if let Some(directory) = options.volumes {
+        let records = AppliedRecords::open(&options.run_dir, boot_id()?)?;
+        let manager = Manager::new(node.clone(), lanes, VolumesDir::new(directory), records);
+        ring::spawn(manager.clone().run());
+        Some(manager)
+    } else {
+        None
+    };
     if let Some(metrics) = metrics {
         metrics.before_scrape(move || report_servers(&connections, &links));
         ring::spawn(report_conditions(node.clone(), metrics));
@@ -305,7 +317,7 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
             options.topology,
         )))
         .add_service(NodeAdminServer::new(AdminService::new(
-            handle, config, pool_names, readiness,
+            handle, config, pool_names, readiness, manager,
         )));
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),

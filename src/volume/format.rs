@@ -10,7 +10,7 @@ use super::{
     error::Cause,
     prepare::{self, Preparing},
     record::Record,
-    spec::{Format, Stage, Use},
+    spec::{Format, RootAccess, Stage, Use},
     unstage,
 };
 use crate::{
@@ -50,6 +50,7 @@ async fn on_lane(cx: OnLane<'_>, spec: Format, looking: Permit) -> Result<Outcom
         mode: AccessMode::SingleNodeSingleWriter,
         mkfs_options: Vec::new(),
         group: None,
+        root: RootAccess::default(),
         inline: None,
         fencing: Fencing::Off,
     };

@@ -2,9 +2,12 @@
 
 use std::path::Path;
 
-use rustix::fd::AsFd as _;
+use rustix::{
+    fd::AsFd as _,
+    fs::{Gid, Mode, OFlags, Uid, fchmod, fchown, fstat, openat},
+};
 
-use super::{already, context::OnLane, error::Cause};
+use super::{already, context::OnLane, error::Cause, spec::RootAccess};
 use crate::{
     device::Device,
     fs::{FsType, grow},
@@ -48,4 +51,33 @@ pub(super) fn own(place: &SafePath, group: FsGroup) -> Result<(), Cause> {
     let root = place.open().map_err(failed)?;
     already("chgrp", group.apply(root.as_fd())?);
     Ok(())
+}
+
+/// Gives the mounted directory its owner and its permission bits, where they differ.
+pub(super) fn set_root(place: &SafePath, root: RootAccess) -> Result<(), Cause> {
+    let path = place.path().display();
+    let failed = Cause::io(format!("set the owner and the mode of {path}"));
+    let set = || {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = openat(place.open()?, ".", flags, Mode::empty())?;
+        let now = fstat(&directory)?;
+        if let Some((uid, gid)) = root.owner
+            && (now.st_uid, now.st_gid) != (uid, gid)
+        {
+            fchown(
+                &directory,
+                Some(Uid::from_raw(uid)),
+                Some(Gid::from_raw(gid)),
+            )?;
+        }
+        // A change of the owner may clear bits.
+        let now = Mode::from_raw_mode(fstat(&directory)?.st_mode);
+        if let Some(mode) = root.mode.map(Mode::from_raw_mode)
+            && now != mode
+        {
+            fchmod(&directory, mode)?;
+        }
+        Ok(())
+    };
+    set().map_err(failed)
 }

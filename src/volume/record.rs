@@ -20,14 +20,11 @@ use crate::{
     capability::AccessMode,
     device::{Device, Source},
     digest,
+    file::{self, FileDurability},
     fs::FsType,
     kernel::Dev,
     mount::Mounted,
 };
-
-mod file;
-
-use file::RecordDurability;
 
 /// A volume that this node holds, or has begun to stage or to unstage.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -277,11 +274,11 @@ impl Records {
         file::remove(&path, durability)
     }
 
-    fn file_of(&self, volume_id: &str, is_inline: bool) -> (PathBuf, RecordDurability) {
+    fn file_of(&self, volume_id: &str, is_inline: bool) -> (PathBuf, FileDurability) {
         let (directory, durability) = if is_inline {
-            (&self.inline, RecordDurability::Durable)
+            (&self.inline, FileDurability::Durable)
         } else {
-            (&self.volumes, RecordDurability::Volatile)
+            (&self.volumes, FileDurability::Volatile)
         };
         let name = digest::sha256_hex(volume_id) + ".json";
         (directory.join(name), durability)

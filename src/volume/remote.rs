@@ -6,10 +6,7 @@
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 
-use rustix::{
-    fd::AsFd as _,
-    fs::{Mode, OFlags, fchmod, fstat, openat},
-};
+use rustix::fd::AsFd as _;
 
 use super::{context::OnLane, error::Cause, record::Held};
 use crate::{
@@ -32,21 +29,6 @@ pub(super) fn mounted(source: &Source, place: &SafePath) -> Result<Option<Mounte
     let opened = place.open().map_err(failed())?;
     let entry = table::covering(opened.as_fd()).map_err(failed())?;
     Ok(source.is_mounted_as(&entry).then_some(mounted))
-}
-
-/// Sets the permission bits of the mounted directory, if they differ.
-pub(super) fn set_mode(place: &SafePath, mode: u32) -> Result<(), Cause> {
-    let failed = || Cause::io(format!("set the mode of {}", place.path().display()));
-    let mode = Mode::from_raw_mode(mode);
-    let set = || {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let root = openat(place.open()?, ".", flags, Mode::empty())?;
-        if Mode::from_raw_mode(fstat(&root)?.st_mode) != mode {
-            fchmod(&root, mode)?;
-        }
-        Ok(())
-    };
-    set().map_err(failed())
 }
 
 /// Unmounts a directory of a server, which may have died. The place is free at once, since

@@ -137,10 +137,21 @@ pub struct Stage {
     pub mkfs_options: Vec<String>,
     /// The group that shall own the volume, where the driver applies it.
     pub group: Option<FsGroup>,
+    /// The owner and permission bits of the mounted directory.
+    pub root: RootAccess,
     /// An inline ephemeral volume, whose image the node makes.
     pub inline: Option<InlineImage>,
     /// Whether the controller fences nodes that do not let go of it.
     pub fencing: Fencing,
+}
+
+/// The owner and the permission bits that the root directory of a mounted volume shall have;
+/// what is `None` stays as it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RootAccess {
+    /// User and group.
+    pub owner: Option<(u32, u32)>,
+    pub mode: Option<u32>,
 }
 
 /// The image that the node makes for an inline ephemeral volume.

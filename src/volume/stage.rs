@@ -18,7 +18,7 @@ use super::{
     publish,
     record::{Phase, Record},
     remote,
-    spec::{Stage, Use, mount_point},
+    spec::{RootAccess, Stage, Use, mount_point},
     unstage::{self, forget},
 };
 use crate::{
@@ -237,6 +237,9 @@ impl Staging<'_> {
                     self.grow_to_device(device, prepared.fs)?;
                 }
             }
+            if !spec.read_only {
+                self.set_root(spec.root)?;
+            }
             if let Some(group) = spec.group.filter(|_| !spec.read_only) {
                 self.at_place("chgrp", |place| mounted::own(place, group))?;
             }
@@ -273,9 +276,10 @@ impl Staging<'_> {
         };
         (record.root_dev, record.root_ino) = (Some(mounted.dev), Some(mounted.ino));
         if !spec.read_only {
-            if let Some(mode) = spec.source.root_mode() {
-                self.at_place("chmod", |place| remote::set_mode(place, mode))?;
-            }
+            self.set_root(RootAccess {
+                mode: spec.root.mode.or(spec.source.root_mode()),
+                ..spec.root
+            })?;
             if let Some(group) = spec.group {
                 self.at_place("chgrp", |place| mounted::own(place, group))?;
             }
@@ -344,6 +348,13 @@ impl Staging<'_> {
         let path = self.mount_point();
         let at_place = || work(&self.cx.node.places.staging(&path)?);
         self.cx.step(step, at_place)
+    }
+
+    fn set_root(self, root: RootAccess) -> Result<(), Cause> {
+        if root == RootAccess::default() {
+            return Ok(());
+        }
+        self.at_place("chmod", |place| mounted::set_root(place, root))
     }
 
     /// Binds the device's node, unless something is mounted there.

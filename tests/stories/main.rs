@@ -22,6 +22,7 @@ mod growth;
 mod hung_devices;
 mod inline;
 mod limits;
+mod manager;
 mod metrics;
 mod nbd;
 mod nbd_pool;

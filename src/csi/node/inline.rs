@@ -11,7 +11,7 @@ use crate::{
     fs::FsType,
     proto::csi::NodePublishVolumeRequest,
     size::Size,
-    volume::spec::{Inline, InlineImage, Parsed, Publish, Stage, Use},
+    volume::spec::{Inline, InlineImage, Parsed, Publish, RootAccess, Stage, Use},
 };
 
 /// The attributes that a pod may set for its inline volume. The pod's author need not be
@@ -77,6 +77,7 @@ impl NodeService {
                 mode: parsed.mode,
                 mkfs_options: parsed.mkfs_options,
                 group: parsed.group,
+                root: RootAccess::default(),
                 inline: Some(InlineImage { bytes, target_path }),
                 fencing: Fencing::Off,
             },

@@ -33,6 +33,10 @@ metrics! {
         "File systems that were checked before their mount, by outcome."
     describe_gauge VOLUMES "uring_csi_volumes" Count
         "Volumes that this node holds, by state."
+    describe_gauge WANTED_VOLUMES "uring_csi_wanted_volumes" Count
+        "Volumes that files of --volumes ask for, or that are still to go, by state."
+    describe_gauge WANTED_AGE "uring_csi_wanted_volume_age_seconds" Seconds
+        "How long the first of these volumes has not been as its file asks; 0 if all are."
     describe_gauge VOLUME_CONDITIONS "uring_csi_volume_conditions" Count
         "Volumes on this node that have the condition, by its reason."
     describe_counter NBD_CONNECTIONS_LOST "uring_csi_nbd_connections_lost_total" Count

@@ -2,7 +2,7 @@
 //!
 //! A file is written as the draft `.NAME.new` in the same directory, and renamed. So a
 //! reader sees the old bytes or the new, and a crash leaves at worst a draft that the
-//! next replacement overwrites; listings of records skip names that begin with a dot.
+//! next replacement overwrites; listings skip names that begin with a dot.
 //! Each path has one writer at a time.
 
 use std::{
@@ -16,7 +16,7 @@ use crate::crash_point;
 
 /// What a change outlives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RecordDurability {
+pub enum FileDurability {
     /// A crash of the process.
     Volatile,
     /// A crash of the machine: the call waits for the disk.
@@ -25,7 +25,7 @@ pub enum RecordDurability {
 
 /// Makes `bytes` the content of `path`, at once or not at all. The file is readable by
 /// its owner alone.
-pub fn replace(path: &Path, bytes: &[u8], durability: RecordDurability) -> io::Result<()> {
+pub fn replace(path: &Path, bytes: &[u8], durability: FileDurability) -> io::Result<()> {
     let (directory, new) = directory_and_draft(path)?;
     let mut file = File::options()
         .write(true)
@@ -34,13 +34,13 @@ pub fn replace(path: &Path, bytes: &[u8], durability: RecordDurability) -> io::R
         .mode(0o600)
         .open(&new)?;
     file.write_all(bytes)?;
-    if durability == RecordDurability::Durable {
+    if durability == FileDurability::Durable {
         file.sync_all()?;
     }
     crash_point();
     fs::rename(&new, path)?;
     crash_point();
-    if durability == RecordDurability::Durable {
+    if durability == FileDurability::Durable {
         File::open(directory)?.sync_all()?;
     }
     Ok(())
@@ -48,14 +48,14 @@ pub fn replace(path: &Path, bytes: &[u8], durability: RecordDurability) -> io::R
 
 /// Removes `path`. Where that is to be durable its directory is synced even if the file
 /// was gone: the call that removed it may have died before it synced.
-pub fn remove(path: &Path, durability: RecordDurability) -> io::Result<()> {
+pub fn remove(path: &Path, durability: FileDurability) -> io::Result<()> {
     let is_missing = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
     match fs::remove_file(path) {
         Err(error) if !is_missing(&error) => return Err(error),
         _ => {}
     }
     crash_point();
-    if durability == RecordDurability::Volatile {
+    if durability == FileDurability::Volatile {
         return Ok(());
     }
     let (directory, _) = directory_and_draft(path)?;
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn a_replaced_file_reads_back_and_leaves_no_draft() {
-        for durability in [RecordDurability::Volatile, RecordDurability::Durable] {
+        for durability in [FileDurability::Volatile, FileDurability::Durable] {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("record.json");
             let draft = dir.path().join(".record.json.new");

@@ -1,0 +1,321 @@
+//! `wanted`, `wait`, `apply`, `remove`: the volumes that files ask for.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use super::{
+    answer::{Answer, table},
+    attach::failed,
+    context::Context,
+    error::CliError,
+};
+use crate::{
+    manager::{
+        desired,
+        directory::{VolumesDir, name_of},
+    },
+    proto::admin::{ListWantedVolumesRequest, WantedVolume},
+};
+
+/// Lists the volumes that files ask for, and how far each is
+#[derive(Args, Debug)]
+#[command(after_help = "\
+ready: as its file asks. changing: an action is under way. failed: an action
+failed, and is repeated. blocked: others have the volume. bad: the file cannot be
+used, and its volume stays as it is.
+
+Examples:
+  uringctl wanted
+  uringctl wanted --json | jq '.volumes[] | select(.state != \"ready\")'")]
+pub struct Wanted {}
+
+/// The wanted volumes.
+#[derive(Debug, Serialize)]
+pub struct WantedAnswer {
+    volumes: Vec<WantedRow>,
+}
+
+#[derive(Debug, Serialize)]
+struct WantedRow {
+    name: String,
+    volume_id: String,
+    path: String,
+    state: String,
+    detail: String,
+    age_ms: u64,
+    is_wanted: bool,
+}
+
+impl Wanted {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<WantedAnswer, CliError> {
+        let volumes = context.wanted().await?.into_iter();
+        let row = |volume: WantedVolume| WantedRow {
+            name: volume.name,
+            volume_id: volume.volume_id,
+            path: volume.path,
+            state: volume.state,
+            detail: volume.detail,
+            age_ms: volume.age_ms,
+            is_wanted: volume.is_wanted,
+        };
+        Ok(WantedAnswer {
+            volumes: volumes.map(row).collect(),
+        })
+    }
+}
+
+impl Answer for WantedAnswer {
+    fn text(&self) -> String {
+        let rows = self.volumes.iter().map(|volume| {
+            let state = if volume.is_wanted { "" } else { ", to go" };
+            [
+                volume.name.clone(),
+                format!("{}{state}", volume.state),
+                volume.path.clone(),
+                volume.detail.clone(),
+            ]
+        });
+        table(
+            ["NAME", "STATE", "PATH", "WHAT"],
+            rows,
+            "no file asks for a volume",
+        )
+    }
+}
+
+/// Waits until a volume is as its file asks, or gone
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Also waits for the node agent, if it does not run yet. Exit code 6: not within
+--timeout; the message says why.
+
+Examples:
+  uringctl wait data --timeout 90s
+  uringctl wait data --for gone")]
+pub struct Wait {
+    /// Name of the volume's file, without .toml
+    name: String,
+    /// What to wait for
+    #[arg(long = "for", value_enum, default_value_t)]
+    until: Until,
+}
+
+/// What to wait for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Until {
+    /// Attached and mounted as its file asks
+    #[default]
+    Mounted,
+    /// Unmounted and detached, and no file asks for it
+    Gone,
+}
+
+/// What was waited for.
+#[derive(Debug, Serialize)]
+pub struct WaitAnswer {
+    name: String,
+    state: &'static str,
+}
+
+impl Answer for WaitAnswer {
+    fn text(&self) -> String {
+        format!("{} {}", self.name, self.state)
+    }
+}
+
+/// Between two looks.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+impl Wait {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<WaitAnswer, CliError> {
+        let until = Instant::now() + context.node_socket.timeout;
+        let state = match self.until {
+            Until::Mounted => "mounted",
+            Until::Gone => "gone",
+        };
+        loop {
+            let missing = match context.wanted().await {
+                Ok(volumes) => {
+                    let volume = volumes.into_iter().find(|it| it.name == self.name);
+                    match self.missing(volume) {
+                        Some(missing) => missing,
+                        None => break,
+                    }
+                }
+                Err(error) if error.is_uncertain() => error.to_string(),
+                Err(error) => return Err(error),
+            };
+            if Instant::now() + LOOK_EVERY > until {
+                let name = self.name;
+                return Err(CliError::NotYet {
+                    name,
+                    state,
+                    missing,
+                });
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+        Ok(WaitAnswer {
+            name: self.name,
+            state,
+        })
+    }
+
+    /// What the volume still lacks.
+    fn missing(&self, volume: Option<WantedVolume>) -> Option<String> {
+        match (self.until, volume) {
+            (Until::Gone, None) => None,
+            (Until::Mounted, None) => Some("no file asks for it".to_owned()),
+            (Until::Mounted, Some(volume)) if volume.is_wanted && volume.state == "ready" => None,
+            (_, Some(volume)) if volume.detail.is_empty() => {
+                Some(format!("it is {}", volume.state))
+            }
+            (_, Some(volume)) => Some(volume.detail),
+        }
+    }
+}
+
+/// Writes files of volumes into the agent's directory, each as a whole
+#[derive(Args, Debug)]
+#[command(after_help = "\
+The volume has the name of its file. The agent makes what the file asks for, and
+`uringctl wait` waits for it. If a file's form is wrong, nothing is written.
+
+Examples:
+  uringctl apply data.toml
+  uringctl apply data.toml --directory /etc/uring-csi/volumes")]
+pub struct Apply {
+    /// Files, NAME.toml
+    #[arg(required = true)]
+    files: Vec<PathBuf>,
+    #[command(flatten)]
+    at: DirectoryArgs,
+}
+
+/// Removes the files of volumes; the agent unmounts and detaches these, once nothing uses them
+#[derive(Args, Debug)]
+#[command(after_help = "\
+The volume's data stays. A volume that is in use stays mounted until it is not.
+
+Example:
+  uringctl remove data")]
+pub struct Remove {
+    /// Names of the volumes' files, without .toml
+    #[arg(required = true)]
+    names: Vec<String>,
+    #[command(flatten)]
+    at: DirectoryArgs,
+}
+
+#[derive(Args, Debug)]
+struct DirectoryArgs {
+    /// The directory of the files; default: the one of the running agent
+    #[arg(long, value_name = "DIR")]
+    directory: Option<PathBuf>,
+}
+
+impl DirectoryArgs {
+    async fn open(self, context: &Context) -> Result<VolumesDir, CliError> {
+        let path = match self.directory {
+            Some(path) => path,
+            None => context.agent_info().await?.volumes_dir.into(),
+        };
+        if path.as_os_str().is_empty() {
+            let why = "the node agent runs without --volumes: it manages no volume";
+            return Err(CliError::BadArguments(why.to_owned()));
+        }
+        Ok(VolumesDir::new(path))
+    }
+}
+
+/// The files that were written or removed.
+#[derive(Debug, Serialize)]
+pub struct FilesAnswer {
+    directory: PathBuf,
+    names: Vec<String>,
+    #[serde(skip)]
+    done: &'static str,
+}
+
+impl Answer for FilesAnswer {
+    fn text(&self) -> String {
+        let directory = self.directory.display();
+        let line = |name: &String| format!("{}{directory}/{name}.toml", self.done);
+        self.names.iter().map(line).collect::<Vec<_>>().join("\n")
+    }
+}
+
+impl Apply {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<FilesAnswer, CliError> {
+        let files = self.files.iter().map(|path| read(path));
+        let files: Vec<_> = files.collect::<Result<_, _>>()?;
+        let directory = self.at.open(context).await?;
+        for (name, text) in &files {
+            let written = directory.write(name, text);
+            written.map_err(failed("write to", directory.path()))?;
+        }
+        Ok(FilesAnswer {
+            directory: directory.path().to_owned(),
+            names: files.into_iter().map(|(name, _)| name).collect(),
+            done: "wrote ",
+        })
+    }
+}
+
+/// Reads and checks a file.
+fn read(path: &Path) -> Result<(String, String), CliError> {
+    let bad = |why: String| CliError::BadFile {
+        path: path.to_owned(),
+        why,
+    };
+    let name = name_of(path).ok_or_else(|| bad("its name is not NAME.toml".to_owned()))?;
+    let text = fs::read_to_string(path).map_err(failed("read", path))?;
+    desired::parse(&name, &text).map_err(|error| bad(error.to_string()))?;
+    Ok((name, text))
+}
+
+impl Remove {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<FilesAnswer, CliError> {
+        let directory = self.at.open(context).await?;
+        for name in &self.names {
+            if name_of(Path::new(&format!("{name}.toml"))).as_ref() != Some(name) {
+                return Err(CliError::BadArguments(format!(
+                    "{name:?} is not a file's name"
+                )));
+            }
+            directory.remove(name).map_err(|source| CliError::Io {
+                doing: "remove the volume's file",
+                path: directory.path().join(format!("{name}.toml")),
+                source,
+            })?;
+        }
+        Ok(FilesAnswer {
+            directory: directory.path().to_owned(),
+            names: self.names,
+            done: "removed ",
+        })
+    }
+}
+
+impl Context {
+    async fn wanted(&self) -> Result<Vec<WantedVolume>, CliError> {
+        let answer = self
+            .admin(
+                "list the wanted volumes",
+                ListWantedVolumesRequest {},
+                async |mut client, request| client.list_wanted_volumes(request).await,
+            )
+            .await?;
+        Ok(answer.volumes)
+    }
+}

@@ -1,0 +1,110 @@
+//! What the manager set out to do, on disk: one file a volume below the run directory, since
+//! devices and mounts die with the kernel, too. For lanes.
+
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::plan::Applied;
+use crate::{
+    digest,
+    file::{self, FileDurability},
+};
+
+/// The records of one boot.
+#[derive(Clone, Debug)]
+pub struct AppliedRecords {
+    dir: PathBuf,
+    boot_id: String,
+}
+
+#[derive(Serialize, Deserialize)]
+struct AppliedRecord {
+    handle: String,
+    boot_id: String,
+    applied: Applied,
+}
+
+impl AppliedRecords {
+    /// Opens the store, making its directory.
+    pub fn open(run_dir: &Path, boot_id: String) -> io::Result<Self> {
+        let dir = run_dir.join("managed");
+        fs::create_dir_all(&dir)?;
+        Ok(Self { dir, boot_id })
+    }
+
+    /// Every record of this boot, by handle; removes those of earlier ones. Files that cannot
+    /// be read are named in the log and left alone: then their volumes are, too.
+    pub fn load(&self) -> io::Result<BTreeMap<String, Applied>> {
+        let mut loaded = BTreeMap::new();
+        for entry in fs::read_dir(&self.dir)? {
+            let path = entry?.path();
+            if path.extension().is_none_or(|extension| extension != "json") {
+                continue;
+            }
+            let parsed = fs::read(&path)
+                .and_then(|bytes| serde_json::from_slice(&bytes).map_err(io::Error::from));
+            match parsed {
+                Ok(AppliedRecord { boot_id, .. }) if boot_id != self.boot_id => {
+                    fs::remove_file(&path)?;
+                }
+                Ok(record) => {
+                    loaded.insert(record.handle, record.applied);
+                }
+                Err(error) => {
+                    tracing::error!(path = %path.display(), %error, "cannot read a record of the volume manager; leaving its volume alone");
+                }
+            }
+        }
+        Ok(loaded)
+    }
+
+    pub fn save(&self, handle: &str, applied: &Applied) -> io::Result<()> {
+        let record = AppliedRecord {
+            handle: handle.to_owned(),
+            boot_id: self.boot_id.clone(),
+            applied: applied.clone(),
+        };
+        let bytes = serde_json::to_vec(&record)?;
+        file::replace(&self.path_of(handle), &bytes, FileDurability::Volatile)
+    }
+
+    pub fn forget(&self, handle: &str) -> io::Result<()> {
+        file::remove(&self.path_of(handle), FileDurability::Volatile)
+    }
+
+    fn path_of(&self, handle: &str) -> PathBuf {
+        self.dir.join(digest::sha256_hex(handle) + ".json")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manager::desired::parse;
+
+    #[test]
+    fn records_are_of_one_boot() {
+        let dir = tempfile::tempdir().unwrap();
+        let applied = Applied {
+            name: "data".to_owned(),
+            desired: parse("data", "source = {}\nraw.path = '/x'").unwrap(),
+            grown_to: Some("4Ki".parse().unwrap()),
+        };
+        let open = |boot: &str| AppliedRecords::open(dir.path(), boot.to_owned()).unwrap();
+        open("one").save("a/b", &applied).unwrap();
+        open("one").save("c", &applied).unwrap();
+        open("one").forget("c").unwrap();
+        open("one").forget("c").unwrap();
+        let of_one = BTreeMap::from([("a/b".to_owned(), applied)]);
+        assert_eq!(open("one").load().unwrap(), of_one);
+        fs::write(dir.path().join("managed/x.json"), "{").unwrap();
+        assert_eq!(open("one").load().unwrap(), of_one);
+        assert!(open("two").load().unwrap().is_empty());
+        assert!(open("one").load().unwrap().is_empty());
+    }
+}

@@ -1,0 +1,405 @@
+//! The manager's loop: looks at what is there, plans, and makes the calls.
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    fmt, io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use tokio::sync::Notify;
+
+use super::{
+    calls,
+    directory::{DirectoryContent, MARKER, VolumesDir},
+    plan::{Action, Actual, Applied, Failure, Plan, Presence, Unfinished, plan},
+    populate,
+    records::AppliedRecords,
+    state::ManagerState,
+    table::DesiredTable,
+};
+use crate::{
+    Kind, error_chain,
+    lane::Lanes,
+    mount::table,
+    observe::metrics,
+    ring,
+    secret::Secrets,
+    size::Size,
+    volume::{
+        Cause, Listed, Node, Outcome,
+        spec::{Call, Request},
+    },
+};
+
+/// How long a change that no call of the manager made may go unnoticed, such as an unmount
+/// by others.
+const LOOK_EVERY: Duration = Duration::from_secs(5);
+
+/// The volume manager of a node.
+pub struct Manager {
+    node: Arc<Node>,
+    pub(super) lanes: Lanes,
+    pub(super) directory: VolumesDir,
+    records: AppliedRecords,
+    state: Mutex<ManagerState>,
+    /// Something was done, or the desired state is another.
+    changed: Notify,
+}
+
+impl fmt::Debug for Manager {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Manager")
+            .field("directory", &self.directory)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Why an action failed.
+struct Failed {
+    kind: Kind,
+    error: String,
+}
+
+impl Failed {
+    fn io(what: &str) -> impl FnOnce(io::Error) -> Self {
+        move |error| Self {
+            kind: Kind::Transient,
+            error: format!("cannot {what}: {error}"),
+        }
+    }
+}
+
+impl From<Cause> for Failed {
+    fn from(cause: Cause) -> Self {
+        Self {
+            kind: cause.kind(),
+            error: error_chain(&cause),
+        }
+    }
+}
+
+impl Manager {
+    /// The manager of the volumes that the files of `directory` ask for.
+    pub fn new(
+        node: Arc<Node>,
+        lanes: Lanes,
+        directory: VolumesDir,
+        records: AppliedRecords,
+    ) -> Arc<Self> {
+        let unread = DesiredTable {
+            incomplete: Some(format!("{} is not read yet", directory.path().display())),
+            ..DesiredTable::default()
+        };
+        Arc::new(Self {
+            node,
+            lanes,
+            directory,
+            records,
+            state: Mutex::new(ManagerState {
+                desired: unread,
+                ..ManagerState::default()
+            }),
+            changed: Notify::new(),
+        })
+    }
+
+    /// The directory of the files.
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// Brings the volumes into their desired state, and keeps them there.
+    pub async fn run(self: Arc<Self>) {
+        let records = self.records.clone();
+        let loaded = self.lanes.run("", "recover", move || records.load()).await;
+        match loaded {
+            Ok(applied) => self.state().applied = applied,
+            Err(error) => {
+                tracing::error!(%error, "cannot read the records of the volume manager; it manages nothing");
+                return;
+            }
+        }
+        let follower = Arc::clone(&self);
+        let follow = populate::follow(self.directory.clone(), self.lanes.clone(), move |content| {
+            follower.take(content);
+        });
+        ring::spawn(follow);
+        loop {
+            let due = self.reconcile().await;
+            let pause = due.map_or(LOOK_EVERY, |due| {
+                LOOK_EVERY.min(due.saturating_duration_since(Instant::now()))
+            });
+            let _ = tokio::time::timeout(pause, self.changed.notified()).await;
+        }
+    }
+
+    /// Takes what is in the directory as the desired state.
+    fn take(&self, content: io::Result<DirectoryContent>) {
+        let path = self.directory.path().display();
+        let mut state = self.state();
+        match content {
+            Err(error) => {
+                tracing::error!(directory = %path, %error, "cannot read the directory of volumes; they stay as they are");
+                state.desired.incomplete = Some(format!("{path} cannot be read: {error}"));
+            }
+            Ok(content) => {
+                let incomplete = (!content.has_marker).then(|| {
+                    format!("{path} has no file {MARKER}, without which nothing is undone")
+                });
+                if let Some(why) = &incomplete {
+                    tracing::warn!("{why}");
+                }
+                let files = content.parse().into_iter().map(|(name, file)| {
+                    let file = file.and_then(|desired| calls::check(&self.node, &name, desired));
+                    if let Err(error) = &file {
+                        tracing::error!(file = %format_args!("{name}.toml"), %error, "cannot use a file; its volume stays as it is");
+                    }
+                    (name, file)
+                });
+                let applied = state.applied.values().map(|it| &*it.name).collect();
+                state.desired = DesiredTable::of(files.collect(), incomplete, &applied);
+                state.content = Some(content);
+            }
+        }
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    /// Begins what is to be done now. Answers when the next repeat of a failed action is due.
+    async fn reconcile(self: &Arc<Self>) -> Option<Instant> {
+        let plan = match self.plan().await {
+            Ok((plan, _)) => plan,
+            Err(error) => {
+                tracing::error!(%error, "cannot look at the volumes of this node");
+                return None;
+            }
+        };
+        self.note_unsettled(&plan);
+        for (handle, action) in plan.actions {
+            let running = Unfinished::Running(action.clone());
+            let earlier = self.state().attempts.insert(handle.clone(), running);
+            let manager = Arc::clone(self);
+            ring::spawn(async move { manager.act(handle, action, earlier).await });
+        }
+        plan.due
+    }
+
+    /// Notes which volumes are not as desired, and shows it in the metrics.
+    fn note_unsettled(&self, plan: &Plan) {
+        let now = Instant::now();
+        let mut state = self.state();
+        let is_ready = |handle: &String| {
+            !plan.actions.contains_key(handle) && !plan.waiting.contains_key(handle)
+        };
+        state.unsettled.retain(|handle, _| !is_ready(handle));
+        for handle in plan.actions.keys().chain(plan.waiting.keys()) {
+            state.unsettled.entry(handle.clone()).or_insert(now);
+        }
+        let oldest = state.unsettled.values().min().map(|since| now - *since);
+        metrics::wanted_volumes(state.count(plan), oldest.unwrap_or_default());
+    }
+
+    /// What is to be done and what waits, and the volumes as they are.
+    pub(super) async fn plan(&self) -> io::Result<(Plan, BTreeMap<String, Actual>)> {
+        // Of a volume whose action ends while this looks, what it finds may be old: the volume
+        // counts as one with a running action.
+        let (applied, attempts) = {
+            let state = self.state();
+            (state.applied.clone(), state.attempts.clone())
+        };
+        let actual = self.actual(applied).await?;
+        let plan = plan(&self.state().desired, &actual, &attempts, Instant::now());
+        Ok((plan, actual))
+    }
+
+    /// The volumes of this node.
+    async fn actual(
+        &self,
+        applied: BTreeMap<String, Applied>,
+    ) -> io::Result<BTreeMap<String, Actual>> {
+        let listed = Arc::clone(&self.node).list(Duration::MAX).await;
+        let listed = listed.map_err(io::Error::other)?;
+        let mounts = self.lanes.run("", "look", table::list).await?;
+        let mounts: HashSet<_> = mounts.into_iter().map(|entry| entry.mount_point).collect();
+        let mut actual: BTreeMap<_, _> = (applied.into_iter())
+            .map(|(handle, applied)| {
+                let applied = Some(applied);
+                let presence = Presence::Absent;
+                (handle, Actual { applied, presence })
+            })
+            .collect();
+        for volume in listed {
+            let presence = self.presence(&volume, &mounts);
+            if presence != Presence::Absent {
+                actual.entry(volume.volume_id).or_default().presence = presence;
+            }
+        }
+        Ok(actual)
+    }
+
+    /// Whether and by whom a volume is on this node, by its record and the mount table.
+    fn presence(&self, volume: &Listed, mounts: &HashSet<PathBuf>) -> Presence {
+        let at = &volume.staging_path;
+        if at.as_os_str().is_empty() {
+            return Presence::Absent;
+        }
+        if *at != self.staging_path(&volume.volume_id) {
+            return Presence::Foreign(at.clone());
+        }
+        let is_there = volume.access == "block" || mounts.iter().any(|path| path.starts_with(at));
+        let targets = volume.targets.keys().filter(|path| mounts.contains(*path));
+        Presence::Managed {
+            staged: volume.state == "staged" && is_there,
+            targets: targets.cloned().collect(),
+        }
+    }
+
+    fn staging_path(&self, handle: &str) -> PathBuf {
+        self.node
+            .canonical(&calls::staging_path(&self.node, handle))
+    }
+
+    /// Does one action, and notes how it ended.
+    async fn act(self: Arc<Self>, handle: String, action: Action, earlier: Option<Unfinished>) {
+        let name = self.name_of(&handle);
+        let done = self.perform(&handle, &action).await;
+        let mut state = self.state();
+        match done {
+            Ok(()) => {
+                tracing::info!(volume_id = handle, file = name, "{action}: done");
+                state.attempts.remove(&handle);
+            }
+            Err(Failed { kind, error }) => {
+                let earlier = match &earlier {
+                    Some(Unfinished::Failed(failure)) => Some(failure),
+                    _ => None,
+                };
+                let failure = Failure::new(action, kind, error, earlier, Instant::now());
+                // Repeats are many.
+                if failure.times.is_power_of_two() {
+                    tracing::error!(
+                        volume_id = handle,
+                        file = name,
+                        times = failure.times,
+                        error = failure.error,
+                        "cannot {}",
+                        failure.action
+                    );
+                }
+                state.attempts.insert(handle, Unfinished::Failed(failure));
+            }
+        }
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    async fn perform(&self, handle: &str, action: &Action) -> Result<(), Failed> {
+        match action {
+            Action::Record(applied) => self.record(handle, (**applied).clone()).await,
+            Action::Forget => {
+                let (records, of) = (self.records.clone(), handle.to_owned());
+                let forgotten = self
+                    .lanes
+                    .run(handle, "record", move || records.forget(&of));
+                forgotten.await.map_err(Failed::io("remove its record"))?;
+                self.state().applied.remove(handle);
+                Ok(())
+            }
+            Action::Stage => {
+                let applied = self.applied(handle)?;
+                let stage = calls::stage(&self.node, handle, &applied.desired)?;
+                let secrets = match applied.desired.secrets {
+                    None => Secrets::default(),
+                    Some(dir) => {
+                        let what = format!("read the secrets in {}", dir.display());
+                        let read = move || Secrets::read_dir(&dir);
+                        let read = self.lanes.run(handle, "secrets", read).await;
+                        read.map_err(Failed::io(&what))?
+                    }
+                };
+                let call = Call::Stage(stage);
+                self.submit(handle, Request { call, secrets }).await?;
+                Ok(())
+            }
+            Action::Publish => {
+                let applied = self.applied(handle)?;
+                let publish = calls::publish(&self.node, handle, &applied.desired)?;
+                self.submit(handle, Call::Publish(publish).into()).await?;
+                Ok(())
+            }
+            Action::Grow(size) => self.grow(handle, *size).await,
+            Action::Unpublish(path) => {
+                let call = Call::Unpublish(path.clone());
+                self.submit(handle, call.into()).await?;
+                Ok(())
+            }
+            Action::Unstage => {
+                let staging_path = self.staging_path(handle);
+                let call = Call::Unstage(staging_path.clone());
+                self.submit(handle, call.into()).await?;
+                // Like kubelet, the caller removes the directory. It is empty.
+                let remove = move || match rustix::fs::rmdir(&staging_path) {
+                    Err(error) if error != rustix::io::Errno::NOENT => Err(error.into()),
+                    _ => Ok(()),
+                };
+                let removed = self.lanes.run(handle, "remove", remove).await;
+                removed.map_err(Failed::io("remove its staging directory"))
+            }
+        }
+    }
+
+    async fn grow(&self, handle: &str, size: Size) -> Result<(), Failed> {
+        let mut applied = self.applied(handle)?;
+        let path = &applied.desired.path;
+        let expand = calls::expand(self.staging_path(handle), path, size.bytes());
+        self.submit(handle, Call::Expand(expand).into()).await?;
+        applied.grown_to = Some(size);
+        self.record(handle, applied).await
+    }
+
+    async fn record(&self, handle: &str, applied: Applied) -> Result<(), Failed> {
+        let (records, of, new) = (self.records.clone(), handle.to_owned(), applied.clone());
+        let saved = self
+            .lanes
+            .run(handle, "record", move || records.save(&of, &new));
+        saved.await.map_err(Failed::io("write its record"))?;
+        self.state().applied.insert(handle.to_owned(), applied);
+        Ok(())
+    }
+
+    /// Makes a call, and waits for its end: however long it takes, nothing else is done for
+    /// the volume meanwhile.
+    async fn submit(&self, handle: &str, request: Request) -> Result<Outcome, Failed> {
+        let node = Arc::clone(&self.node);
+        let answer = node.submit(handle.to_owned(), request, Duration::MAX).await;
+        answer.map_err(|error| Failed {
+            kind: error.kind(),
+            error: error_chain(&error.cause),
+        })
+    }
+
+    /// What was recorded before an action that needs it was planned.
+    fn applied(&self, handle: &str) -> Result<Applied, Failed> {
+        let applied = self.state().applied.get(handle).cloned();
+        applied.ok_or_else(|| Failed::io("find its record")(io::ErrorKind::NotFound.into()))
+    }
+
+    fn name_of(&self, handle: &str) -> String {
+        let state = self.state();
+        let wanted = (state.desired.volumes.get(handle)).map(|wanted| wanted.name.clone());
+        let applied = || {
+            state
+                .applied
+                .get(handle)
+                .map(|applied| applied.name.clone())
+        };
+        wanted.or_else(applied).unwrap_or_default()
+    }
+
+    /// Nothing can panic under this lock.
+    pub(super) fn state(&self) -> MutexGuard<'_, ManagerState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

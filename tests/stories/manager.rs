@@ -1,0 +1,260 @@
+//! The volume manager: files ask for volumes, and the agent makes them without a caller.
+
+use std::{
+    fs::{self, File},
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+use testkit::{Content, MIB, Node, NodeSetup, Sandbox, eventually, loops_over, run, story};
+
+use super::operator::Operator;
+
+/// A node whose agent follows a directory, and an operator.
+struct Machine {
+    node: Node,
+    operator: Operator,
+    directory: PathBuf,
+}
+
+impl Machine {
+    async fn start(sandbox: &Sandbox) -> Self {
+        let directory = sandbox.dir().join("volumes");
+        fs::create_dir(&directory).unwrap();
+        fs::write(directory.join(".uring-csi-volumes"), "").unwrap();
+        let mut setup = NodeSetup::new(sandbox);
+        setup.pools = vec![format!("main={},local", sandbox.pool("main").display())];
+        let setup = setup.arg(&format!("--volumes={}", directory.display()));
+        let node = Node::start_with(sandbox, setup).await;
+        let operator = Operator::with_sockets(node.socket(), node.socket());
+        Self {
+            node,
+            operator,
+            directory,
+        }
+    }
+
+    /// Where a volume is to appear.
+    fn path(&self, name: &str) -> PathBuf {
+        self.node.kubelet.join(name)
+    }
+
+    /// The text of a file for the image of this name.
+    fn file(&self, name: &str, access: &str, more: &str) -> String {
+        let path = self.path(name);
+        let path = path.display();
+        format!(
+            "[source]\nbackend = 'loop'\npool = 'main'\nimage = '{name}.img'\n\
+             [{access}]\npath = '{path}'\n{more}\n"
+        )
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        let new = self.directory.join(".new");
+        fs::write(&new, text).unwrap();
+        fs::rename(new, self.directory.join(format!("{name}.toml"))).unwrap();
+    }
+
+    fn remove(&self, name: &str) {
+        fs::remove_file(self.directory.join(format!("{name}.toml"))).unwrap();
+    }
+
+    #[track_caller]
+    fn wait(&self, name: &str, until: &str) {
+        let args = ["wait", name, "--for", until, "--timeout", "100s"];
+        let (code, _, err) = self.operator.run(&args);
+        assert_eq!(code, 0, "{err}");
+    }
+
+    /// Waits until `uringctl wanted` shows the volume in this state with these words.
+    async fn wait_for(&self, name: &str, state: &str, words: &str) {
+        eventually(&format!("{name} {state}: {words}"), async || {
+            let listed = self.operator.json(&["wanted"]);
+            let mut rows = listed["volumes"].as_array().expect("volumes").iter();
+            let is_it = |row: &Value| {
+                let detail = row["detail"].as_str().unwrap_or_default();
+                row["name"] == name && row["state"] == state && detail.contains(words)
+            };
+            rows.any(is_it).then_some(())
+        })
+        .await;
+    }
+}
+
+fn image(sandbox: &Sandbox, name: &str) -> PathBuf {
+    sandbox.volume_in("main", name, "ext4", 64 * MIB);
+    sandbox.pool("main").join(format!("{name}.img"))
+}
+
+/// The options of the mount at a path; empty if there is none.
+fn options_at(path: &Path) -> String {
+    let mounts = run(&["cat", "/proc/self/mountinfo"]);
+    let path = path.display().to_string();
+    let fields = mounts
+        .lines()
+        .map(|line| line.split(' ').collect::<Vec<_>>());
+    let mut found = fields.filter(|fields| fields[4] == path);
+    found
+        .next()
+        .map(|fields| fields[5].to_owned())
+        .unwrap_or_default()
+}
+
+#[test]
+fn a_file_asks_for_a_volume() {
+    story(async |sandbox| {
+        let machine = Machine::start(sandbox).await;
+        let image = image(sandbox, "data");
+        let path = machine.path("data");
+        let content = Content::new("managed");
+        let file = sandbox.dir().join("data.toml");
+        fs::write(
+            &file,
+            machine.file(
+                "data",
+                "mount",
+                "fs = 'ext4'\nowner = '999:998'\nmode = '0750'",
+            ),
+        )
+        .unwrap();
+        machine.operator.json(&["apply", file.to_str().unwrap()]);
+        machine.wait("data", "mounted");
+        let root = fs::metadata(&path).unwrap();
+        let access = (root.uid(), root.gid(), root.mode() & 0o7777);
+        assert_eq!(access, (999, 998, 0o750));
+        content.write(&path.join("file"));
+
+        // Other options: not while it is in use.
+        let open = File::open(path.join("file")).unwrap();
+        machine.write(
+            "data",
+            &machine.file("data", "mount", "options = ['nosuid', 'noexec']"),
+        );
+        machine.wait_for("data", "failed", "in use").await;
+        assert!(!options_at(&path).contains("noexec"));
+        drop(open);
+        machine.wait("data", "mounted");
+        assert!(options_at(&path).contains("noexec"));
+        content.assert_in(&path.join("file"));
+
+        // Unmounted by others, it comes back.
+        run(&["umount", path.to_str().unwrap()]);
+        eventually("mounted again", async || {
+            path.join("file").exists().then_some(())
+        })
+        .await;
+
+        // Another path, by a file of another name.
+        let other = machine.path("other");
+        let text = machine.file("data", "mount", "options = ['nosuid', 'noexec']");
+        let text = text.replace(path.to_str().unwrap(), other.to_str().unwrap());
+        machine.write("renamed", &format!("handle = 'data'\n{text}"));
+        machine
+            .wait_for("renamed", "bad", "handle: is that of data.toml")
+            .await;
+        machine.remove("data");
+        machine.wait("renamed", "mounted");
+        content.assert_in(&other.join("file"));
+        assert!(!path.exists());
+        assert_eq!(loops_over(&image).len(), 1);
+
+        machine.operator.json(&["remove", "renamed"]);
+        machine.wait("renamed", "gone");
+        assert!(loops_over(&image).is_empty());
+        machine.node.assert_clean().await;
+    });
+}
+
+#[test]
+fn nothing_is_undone_that_may_be_wanted() {
+    story(async |sandbox| {
+        let machine = Machine::start(sandbox).await;
+        let node = &machine.node;
+        for name in ["one", "two"] {
+            image(sandbox, name);
+            machine.write(name, &machine.file(name, "mount", ""));
+            machine.wait(name, "mounted");
+        }
+        // Kubelet's volume, for which no file asks.
+        let kubelets = sandbox.volume("kubelets", "ext4");
+        let target = node.up(&kubelets, "pod").await;
+
+        // A file that cannot be used any more.
+        let text = machine.file("one", "mount", "option = 'noatime'");
+        machine.write("one", &text);
+        machine
+            .wait_for("one", "bad", "line 7: unknown field `option`")
+            .await;
+        machine
+            .wait_for("one", "blocked", "one.toml cannot be used")
+            .await;
+        // The directory is not the one that it was.
+        let marker = machine.directory.join(".uring-csi-volumes");
+        fs::remove_file(&marker).unwrap();
+        machine.remove("two");
+        machine
+            .wait_for("two", "blocked", "has no file .uring-csi-volumes")
+            .await;
+        let moved = machine.directory.with_extension("moved");
+        fs::rename(&machine.directory, &moved).unwrap();
+        node.kill9().await;
+        node.restart().await;
+        machine.wait_for("two", "blocked", "cannot be read").await;
+        for name in ["one", "two"] {
+            assert_ne!(options_at(&machine.path(name)), "", "{name}");
+        }
+        // What is wanted no more goes, also if that was while no agent ran.
+        node.kill9().await;
+        fs::rename(&moved, &machine.directory).unwrap();
+        machine.remove("one");
+        fs::write(marker, "").unwrap();
+        node.restart().await;
+        machine.wait("one", "gone");
+        machine.wait("two", "gone");
+        assert!(!machine.path("one").exists() && !machine.path("two").exists());
+        // Only what the manager has set up.
+        assert_ne!(options_at(&target), "");
+        machine.write(
+            "mine",
+            &format!("handle = 'kubelets'\n{}", machine.file("x", "mount", "")),
+        );
+        machine
+            .wait_for("mine", "blocked", "staged by others")
+            .await;
+        machine.remove("mine");
+        node.down(&kubelets, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_raw_volume_is_a_device_at_a_path() {
+    story(async |sandbox| {
+        let machine = Machine::start(sandbox).await;
+        let image = image(sandbox, "disk");
+        machine.write("disk", &machine.file("disk", "raw", ""));
+        machine.wait("disk", "mounted");
+        let path = machine.path("disk");
+        let content = Content::new("raw");
+        content.write_at(&path, MIB).unwrap();
+        // It grows while it is in use.
+        let open = File::open(&path).unwrap();
+        machine.write(
+            "disk",
+            &format!("size = '96Mi'\n{}", machine.file("disk", "raw", "")),
+        );
+        machine.wait("disk", "mounted");
+        let size = run(&["blockdev", "--getsize64", path.to_str().unwrap()]);
+        assert_eq!(size.trim(), (96 * MIB).to_string());
+        // It stays while it is in use.
+        machine.remove("disk");
+        machine.wait_for("disk", "failed", "in use").await;
+        assert_eq!(loops_over(&image).len(), 1);
+        drop(open);
+        machine.wait("disk", "gone");
+        content.assert_at(&image, MIB);
+        assert!(loops_over(&image).is_empty());
+        machine.node.assert_clean().await;
+    });
+}
