@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
 REFERENCE = ROOT / "docs/reference"
 BIN_DIR = Path(os.environ.get("BIN_DIR", ROOT / "target" / "debug"))
-STRING = r'"((?:[^"\\]|\\.)*)"'
+STRING = r"\"((?:[^\"\\]|\\[\s\S])*)\""
 # The modules of the errors, by whom they concern.
 ERRORS = {
     "Volumes by files": ["manager"],

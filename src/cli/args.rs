@@ -82,7 +82,8 @@ impl AccessArgs {
     pub fn or_as_staged(mut self, staged_as: &str) -> Self {
         if self.fs.is_none() && !self.block {
             match staged_as {
-                "" => {}
+                // A directory of an NFS server: no request names its file system.
+                "" | "nfs" => {}
                 "block" => self.block = true,
                 fs => self.fs = Some(fs.to_owned()),
             }
@@ -254,6 +255,8 @@ mod tests {
         assert!(matches!(access(&staged), AccessType::Block(_)));
         let staged = AccessArgs::default().or_as_staged("xfs");
         assert!(matches!(access(&staged), AccessType::Mount(m) if m.fs_type == "xfs"));
+        let staged = AccessArgs::default().or_as_staged("nfs");
+        assert!(matches!(access(&staged), AccessType::Mount(m) if m.fs_type.is_empty()));
         let given = AccessArgs {
             fs: Some("ext4".to_owned()),
             ..Default::default()
