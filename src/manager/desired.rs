@@ -242,7 +242,10 @@ pub fn parse(name: &str, text: &str) -> Result<Desired, BadDesired> {
         let at = span.map(|span| {
             let before = text.get(..span.start).unwrap_or_default();
             let line = before.matches('\n').count();
-            (line + 1, text.lines().nth(line).unwrap_or_default().trim())
+            let shown = text.lines().nth(line).unwrap_or_default();
+            // Values are not shown: a secret may be among them by mistake.
+            let shown = shown.split('=').next().unwrap_or_default();
+            (line + 1, shown.trim())
         });
         let message = error.message().replace('\n', ", ");
         match at {

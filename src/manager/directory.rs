@@ -2,8 +2,9 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs::{self, File},
+    fs::{self, OpenOptions},
     io::{self, Read as _},
+    os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
 };
 
@@ -56,8 +57,11 @@ impl VolumesDir {
                 content.has_marker = true;
             } else if let Some(name) = name_of(&path) {
                 match read_text(&path) {
-                    // Renamed or removed since the directory was listed.
-                    Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                    // Renamed or removed since the directory was listed; but the target of a
+                    // link may come back.
+                    Err(error)
+                        if error.kind() == io::ErrorKind::NotFound
+                            && fs::symlink_metadata(&path).is_err() => {}
                     text => {
                         let text = text.map_err(|error| format!("cannot be read: {error}"));
                         content.files.insert(name, text);
@@ -68,12 +72,18 @@ impl VolumesDir {
         Ok(content)
     }
 
-    /// Writes the file of this name, all of it at once. Makes the directory and the marker.
+    /// Writes the file of this name, all of it at once. Makes the directory, with the marker.
+    /// A directory without a marker may be a mount point on which nothing is mounted.
     pub fn write(&self, name: &str, text: &str) -> io::Result<()> {
-        fs::create_dir_all(&self.0)?;
         let marker = self.0.join(MARKER);
-        if !marker.exists() {
+        if !self.0.exists() {
+            fs::create_dir_all(&self.0)?;
             file::replace(&marker, b"", FileDurability::Durable)?;
+        }
+        if !marker.exists() {
+            return Err(io::Error::other(format!(
+                "it has no file {MARKER}; make one, if it is the directory of the volumes"
+            )));
         }
         file::replace(
             &self.path_of(name),
@@ -124,7 +134,10 @@ pub fn name_of(path: &Path) -> Option<String> {
 
 fn read_text(path: &Path) -> io::Result<String> {
     let mut text = String::new();
-    let file = File::open(path)?;
+    // A FIFO has no writer to wait for.
+    let file = (OpenOptions::new().read(true))
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)?;
     if !file.metadata()?.is_file() {
         return Err(io::Error::other("it is not a file"));
     }
@@ -164,6 +177,9 @@ mod tests {
         fs::write(at("half.toml"), &RAW[..20]).unwrap();
         std::os::unix::fs::symlink(at("data.toml"), at("link.toml")).unwrap();
         std::os::unix::fs::symlink(at("none"), at("dangling.toml")).unwrap();
+        let mode = rustix::fs::Mode::RUSR;
+        let fifo = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, at("fifo.toml"), fifo, mode, 0).unwrap();
         let content = directory.read().unwrap();
         assert!(content.has_marker);
         let parsed = content.parse();
@@ -174,7 +190,10 @@ mod tests {
         let bad: Vec<_> = (parsed.iter().filter(|(_, file)| file.is_err()))
             .map(|(name, _)| &**name)
             .collect();
-        assert_eq!(bad, ["binary", "directory", "half", "long"]);
+        assert_eq!(
+            bad,
+            ["binary", "dangling", "directory", "fifo", "half", "long"]
+        );
     }
 
     #[test]
@@ -182,6 +201,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let directory = VolumesDir::new(dir.path().to_owned());
         assert!(!directory.read().unwrap().has_marker);
+        assert!(directory.write("data", RAW).is_err());
+        let directory = VolumesDir::new(dir.path().join("volumes"));
         for path in ["/a", "/b"] {
             let text = RAW.replace("/x", path);
             directory.write("data", &text).unwrap();

@@ -4,10 +4,12 @@ use std::{
     collections::BTreeSet,
     io,
     path::PathBuf,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use super::{
+    directory::DirectoryContent,
     run::Manager,
     state::{BAD, CHANGING},
 };
@@ -37,15 +39,21 @@ impl Manager {
     /// Every volume that a file asks for, or that is still to go, and every file that asks for
     /// none.
     pub async fn list(&self) -> io::Result<Vec<WantedState>> {
-        let directory = self.directory.clone();
-        let read = self.lanes.run("", "read", move || directory.read());
-        let read = tokio::time::timeout(READ_WITHIN, read).await;
+        if !self.state().is_loaded {
+            return Err(io::Error::other(
+                "the volume manager has not read its records",
+            ));
+        }
+        let path = self.directory.path().display();
+        let late = |_| io::Error::other(format!("{path} does not answer"));
+        let read = tokio::time::timeout(READ_WITHIN, self.read()).await;
+        let read = read.map_err(late)?;
         let (plan, actual) = self.plan().await?;
         let now = Instant::now();
         let state = self.state();
         // A file that was written just now counts as a change that is to come.
         let changed = match (read, &state.content) {
-            (Ok(Ok(content)), Some(before)) => content.changed_since(before),
+            (Ok(content), Some(before)) => content.changed_since(before),
             _ => BTreeSet::new(),
         };
         let applied = (actual.iter()).filter(|(_, actual)| actual.applied.is_some());
@@ -94,5 +102,17 @@ impl Manager {
         }
         rows.sort_by(|a, b| (&a.name, &a.handle).cmp(&(&b.name, &b.handle)));
         Ok(rows)
+    }
+
+    /// What is in the directory now.
+    async fn read(&self) -> io::Result<DirectoryContent> {
+        let permit = Arc::clone(&self.reads).acquire_owned().await;
+        let directory = self.directory.clone();
+        let read = move || {
+            // Until the read has ended, also if nobody waits for it any more.
+            let _permit = permit;
+            directory.read()
+        };
+        self.lanes.run("", "read", read).await
     }
 }

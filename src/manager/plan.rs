@@ -9,7 +9,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
-    path::PathBuf,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
@@ -30,6 +30,13 @@ pub struct Applied {
     /// The size that it was grown to.
     #[serde(default)]
     pub grown_to: Option<Size>,
+}
+
+impl Applied {
+    /// Its file's name, handle and path.
+    pub fn as_file<'a>(&'a self, handle: &'a str) -> (&'a str, &'a str, &'a Path) {
+        (&self.name, handle, &self.desired.path)
+    }
 }
 
 /// A volume as it is on this machine.

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 
 use super::{
     calls,
@@ -46,6 +46,8 @@ pub struct Manager {
     state: Mutex<ManagerState>,
     /// Something was done, or the desired state is another.
     changed: Notify,
+    /// Of listings, one at a time reads the directory, whose disk may hang.
+    pub(super) reads: Arc<Semaphore>,
 }
 
 impl fmt::Debug for Manager {
@@ -102,6 +104,7 @@ impl Manager {
                 ..ManagerState::default()
             }),
             changed: Notify::new(),
+            reads: Arc::new(Semaphore::new(1)),
         })
     }
 
@@ -115,7 +118,11 @@ impl Manager {
         let records = self.records.clone();
         let loaded = self.lanes.run("", "recover", move || records.load()).await;
         match loaded {
-            Ok(applied) => self.state().applied = applied,
+            Ok(applied) => {
+                let mut state = self.state();
+                state.applied = applied;
+                state.is_loaded = true;
+            }
             Err(error) => {
                 tracing::error!(%error, "cannot read the records of the volume manager; it manages nothing");
                 return;
@@ -158,8 +165,9 @@ impl Manager {
                     }
                     (name, file)
                 });
-                let applied = state.applied.values().map(|it| &*it.name).collect();
-                state.desired = DesiredTable::of(files.collect(), incomplete, &applied);
+                let files = files.collect();
+                let applied = (state.applied.iter()).map(|(handle, it)| it.as_file(handle));
+                state.desired = DesiredTable::of(files, incomplete, &applied.collect());
                 state.content = Some(content);
             }
         }

@@ -25,6 +25,8 @@ pub struct ManagerState {
     /// What was in the directory when it was last read.
     pub content: Option<DirectoryContent>,
     pub desired: DesiredTable,
+    /// Whether `applied` was read from the records.
+    pub is_loaded: bool,
     /// By handle.
     pub applied: BTreeMap<String, Applied>,
     /// By handle.

@@ -1,6 +1,9 @@
 //! The desired state of the world: what the files of a directory ask for.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+};
 
 use super::desired::{BadDesired, Desired};
 
@@ -25,21 +28,29 @@ pub struct DesiredTable {
 
 impl DesiredTable {
     /// The table of these files. Of two files that ask for the same volume, or for two at the
-    /// same path, the second is bad: the first is the one in `applied`, else the first by
-    /// name.
+    /// same path, the second is bad. The first is the one that was applied with this handle
+    /// and path, else one that was applied, else the first by name. `applied`: the name,
+    /// handle and path of each file that was applied.
     pub fn of(
         files: BTreeMap<String, Result<Desired, BadDesired>>,
         incomplete: Option<String>,
-        applied: &BTreeSet<&str>,
+        applied: &BTreeSet<(&str, &str, &Path)>,
     ) -> Self {
         let mut table = Self {
             incomplete,
             ..Self::default()
         };
         let mut paths = BTreeMap::new();
-        let (before, new): (Vec<_>, _) =
-            (files.into_iter()).partition(|(name, _)| applied.contains(&**name));
-        for (name, file) in before.into_iter().chain(new) {
+        let mut files: Vec<_> = files.into_iter().collect();
+        files.sort_by_key(|(name, file)| {
+            let mut before = applied.iter().filter(|(of, ..)| of == name).peekable();
+            let was_applied = before.peek().is_some();
+            let is_same = file.as_ref().is_ok_and(|now| {
+                before.any(|(_, handle, path)| *handle == now.handle(name) && *path == now.path)
+            });
+            (!is_same, !was_applied)
+        });
+        for (name, file) in files {
             let checked = file.and_then(|desired| {
                 let handle = desired.handle(&name).to_owned();
                 let other = (table.volumes.get(&handle)).map(|other| ("handle", &other.name));
@@ -75,5 +86,34 @@ impl DesiredTable {
         let bad = self.bad.get_key_value(name).map(|(name, _)| name);
         bad.or_else(new)
             .map(|bad| format!("{bad}.toml cannot be used"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manager::desired::parse;
+
+    #[test]
+    fn a_file_that_takes_anothers_handle_or_path_is_bad() {
+        let file = |handle: &str, path: &str| {
+            let text = format!("handle = '{handle}'\nsource = {{}}\nraw.path = '{path}'");
+            parse("x", &text)
+        };
+        let applied = [("a", "a", Path::new("/a")), ("b", "b", Path::new("/b"))].into();
+        for (handle, path) in [("b", "/a"), ("a", "/b"), ("b", "/b")] {
+            let files = [("a", file(handle, path)), ("b", file("b", "/b"))];
+            let files = files.map(|(name, file)| (name.to_owned(), file)).into();
+            let table = DesiredTable::of(files, None, &applied);
+            assert_eq!(table.volumes["b"].name, "b");
+            assert_eq!(table.volumes.len(), 1);
+            assert!(table.bad.contains_key("a"));
+            let names = ["a", "b"].into();
+            assert!(table.doubt("a", &names).is_some(), "its volume stays");
+        }
+        let files = [("a", file("a", "/b")), ("b", file("b", "/a"))];
+        let files = files.map(|(name, file)| (name.to_owned(), file)).into();
+        let swapped = DesiredTable::of(files, None, &applied);
+        assert!(swapped.bad.is_empty());
     }
 }

@@ -62,7 +62,7 @@ fn a_bad_file_is_refused_by_field_and_line() {
             "line 17: ",
             "read-only",
         ),
-        ("pool = \"fast\"", "pool = 4", "line 8: ", "pool = 4"),
+        ("pool = \"fast\"", "pool = 4", "line 8: ", "pool"),
         ("[mount]", "[mount", "line 11: ", "[mount"),
         ("path = \"/srv/data\"\n", "", "", "path"),
         ("\"/srv/data\"", "\"srv/data\"", "", "path: srv/data"),
@@ -101,6 +101,15 @@ fn a_bad_file_is_refused_by_field_and_line() {
         assert!(error.contains(words), "{text}: {error}");
     }
     assert!(parse("", DATA).is_err());
+}
+
+#[test]
+fn an_error_shows_no_secret() {
+    for mistake in ["userKey = 'S3CRET'", "secrets = { userKey = 'S3CRET' }"] {
+        let text = DATA.replace("[mount]", &format!("[mount]\n{mistake}"));
+        let error = parse("data", &text).unwrap_err().to_string();
+        assert!(!error.contains("S3CRET"), "{error}");
+    }
 }
 
 fn path() -> impl Strategy<Value = PathBuf> {

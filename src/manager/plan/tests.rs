@@ -104,8 +104,8 @@ impl World {
     fn table(&self) -> DesiredTable {
         let files = (self.files.iter()).map(|(name, file)| ((*name).to_owned(), file.clone()));
         let incomplete = (!self.has_marker).then(|| "no marker".to_owned());
-        let names = self.applied.values().map(|it| &*it.name).collect();
-        DesiredTable::of(files.collect(), incomplete, &names)
+        let applied = (self.applied.iter()).map(|(handle, it)| it.as_file(handle));
+        DesiredTable::of(files.collect(), incomplete, &applied.collect())
     }
 
     fn actual(&self) -> BTreeMap<String, Actual> {
