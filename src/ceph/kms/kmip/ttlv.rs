@@ -1,6 +1,8 @@
 //! TTLV, the encoding of KMIP's messages: of each item a tag of three bytes, a type, a
 //! length of four bytes, and the value, padded to a multiple of eight bytes (KMIP 1.4, 9.1).
 
+use std::fmt;
+
 use zeroize::Zeroizing;
 
 /// An item of a message.
@@ -11,7 +13,7 @@ pub struct Item {
 }
 
 /// A value of the types that this driver's messages have.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub enum Value {
     Structure(Vec<Item>),
     Integer(i32),
@@ -20,6 +22,20 @@ pub enum Value {
     Bytes(Zeroizing<Vec<u8>>),
     /// Of another type.
     Other,
+}
+
+/// Without texts and bytes, which may be secrets.
+impl fmt::Debug for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Structure(items) => f.debug_tuple("Structure").field(items).finish(),
+            Self::Integer(number) => f.debug_tuple("Integer").field(number).finish(),
+            Self::Enumeration(number) => f.debug_tuple("Enumeration").field(number).finish(),
+            Self::Text(text) => write!(f, "Text({} bytes)", text.len()),
+            Self::Bytes(bytes) => write!(f, "Bytes({} bytes)", bytes.len()),
+            Self::Other => f.write_str("Other"),
+        }
+    }
 }
 
 /// The bytes before a value.
@@ -208,6 +224,15 @@ mod tests {
             let items = prop::collection::vec(inner, 0..5);
             tagged(items.prop_map(Value::Structure).boxed())
         })
+    }
+
+    #[test]
+    fn texts_and_bytes_are_not_shown() {
+        let items = vec![Item::text(1, "password"), Item::bytes(2, b"passphrase")];
+        let shown = format!("{:?}", Item::structure(3, items));
+        assert!(shown.contains("Text(8 bytes)"), "{shown}");
+        assert!(shown.contains("Bytes(10 bytes)"), "{shown}");
+        assert!(!shown.contains("pass"), "{shown}");
     }
 
     /// The examples of KMIP 1.4, 9.1.2.
