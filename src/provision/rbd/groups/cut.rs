@@ -7,7 +7,10 @@ use uuid::Uuid;
 
 use super::{
     super::{
-        super::{GroupSnapshotInfo, NewGroupSnapshot, NewSnapshot, ProvisionError},
+        super::{
+            GroupSnapshotInfo, NewGroupSnapshot, NewSnapshot, ProvisionError,
+            serialized::snapshot_named,
+        },
         copies,
         encryption::Encryption,
         error::RbdError,
@@ -123,6 +126,9 @@ impl GroupPlace<'_> {
             }: &Member<'_> = one;
             self.attempt(&source.pool, *uuid, &entry.name)
         };
+        // A survey of orphans passes over names that a call holds.
+        let locked = members.iter().map(|one| snapshot_named(&one.entry.name));
+        let _names: Vec<_> = locked.map(|key| store.names.lock_on_lane(&key)).collect();
         for member in members {
             let attempt = attempt(member);
             let (pool, name) = (&member.source.pool, &member.entry.name);

@@ -18,7 +18,10 @@ use crate::ceph::{
         rados::IoCtx,
         rbd::{self, Header, Image, Mirroring, OpenMode, Remains, trash},
     },
-    csi_format::journal::{self, CreateState, JournalEntry, JournalKind, NameEntry},
+    csi_format::{
+        handle::Handle,
+        journal::{self, CreateState, JournalEntry, JournalKind, NameEntry},
+    },
 };
 
 /// An orphan, and what a removal needs to know about it.
@@ -229,6 +232,9 @@ impl Survey<'_> {
         if is_foreign && entry.name.is_empty() && self.is_entered_elsewhere(it.kind, uuid)? {
             return Ok(None);
         }
+        if self.is_of_group_under_way(entry)? {
+            return Ok(None);
+        }
         let modified = self.store.journal(it.kind).modified(pool, uuid)?;
         let Some(age) = modified.and_then(|time| self.age(time)) else {
             return Ok(None);
@@ -270,6 +276,21 @@ impl Survey<'_> {
             pool: pool.clone(),
             subject,
         }))
+    }
+
+    /// Whether the entry is of a group snapshot that is not complete: a controller may be at
+    /// work on it, and the group's next create or delete removes its members.
+    fn is_of_group_under_way(&self, entry: &JournalEntry) -> Result<bool, RbdError> {
+        let Ok(group) = entry.group.parse::<Handle>() else {
+            return Ok(false);
+        };
+        let pool = match self.link.pool(group.pool_id()) {
+            // The pool was deleted, with the group's entry.
+            Err(error) if error.is_not_found() => return Ok(false),
+            pool => pool?,
+        };
+        let there = self.store.groups.read_group(&pool, group.uuid())?;
+        Ok(there.is_some_and(|group| group.state == CreateState::UnderWay))
     }
 
     /// Whether any pool has a complete entry of that uuid.

@@ -230,6 +230,34 @@ async fn an_attempt_that_was_given_up_is_removed_with_all_its_parts() {
 }
 
 #[tokio::test]
+async fn a_snapshot_of_a_group_under_way_is_no_orphan() {
+    let Some(home) = Home::new() else { return };
+    let volume = home.make(home.volume("source", MIB)).await.handle;
+    let (group, member) = (Uuid::new_v4(), Uuid::new_v4());
+    let handle = format!("{}{group}", &volume[..volume.len() - 36]);
+    let image = format!("csi-snap-{member}");
+    let set = |object: &str, keys: &[(&str, &str)]| home.io().omap_set(object, keys).unwrap();
+    let set_group = |state: &str| {
+        let keys = [("csi.volname", "group"), ("uring-csi.making", state)];
+        set(&format!("csi.volume.group.{group}"), &keys);
+    };
+    set_group("1");
+    let keys = [
+        ("csi.snapname", "member"),
+        ("csi.imagename", &image),
+        ("csi.groupid", &handle),
+        ("uring-csi.making", "1"),
+    ];
+    set(&format!("csi.snap.{member}"), &keys);
+    let name = [("csi.snap.member", &*member.to_string())];
+    set("csi.snaps.default", &name);
+    assert_eq!(home.orphans().await, []);
+    home.refused(&image, "refers to it").await;
+    set_group("0");
+    home.removes(OrphanKind::Incomplete).await;
+}
+
+#[tokio::test]
 async fn a_pool_of_cephfs_is_not_looked_at() {
     let Some(home) = Home::new() else { return };
     home.add_name("subvolume", Uuid::new_v4());
