@@ -268,14 +268,14 @@ impl GroupPlace<'_> {
     ) -> Result<Option<GroupSnapshotInfo>, ProvisionError> {
         let there = self.store.groups.read_group(&self.pool, reserved.uuid);
         let there = there.map_err(RbdError::from)?;
-        if let Some(entry) = &there
+        if let Some(entry) = there
             && entry.state == CreateState::None
         {
             let wanted: BTreeSet<_> = new.volumes.iter().collect();
             if entry.created.is_none() || entry.members.is_empty() {
                 return Err(RbdError::ForeignGroup(new.name.clone()).into());
             }
-            let shown = self.answer(reserved.uuid, entry)?;
+            let shown = self.answer(reserved.uuid, &entry)?;
             let sources: BTreeSet<_> = shown.snapshots.iter().map(|one| &one.source).collect();
             if sources == wanted {
                 return Ok(Some(shown));
@@ -283,7 +283,7 @@ impl GroupPlace<'_> {
             let (name, how) = (new.name.clone(), "it is of other volumes".to_owned());
             return Err(ProvisionError::Differs { name, how });
         }
-        if self.abandon(&new.name, reserved, there.as_ref())? {
+        if self.abandon(&new.name, reserved, None)? {
             return Ok(None);
         }
         // It was completed meanwhile.
@@ -332,7 +332,9 @@ impl GroupPlace<'_> {
     }
 
     /// Abandons this driver's incomplete attempt, and removes its group in Ceph and its
-    /// snapshots, the name and the entry last; false if it is complete.
+    /// snapshots, the name and the entry last; false if it is complete. `known` is its entry,
+    /// which another controller may have removed; none: it is read once it is abandoned, as
+    /// it may be written until then.
     fn abandon(
         &self,
         name: &str,
@@ -344,10 +346,16 @@ impl GroupPlace<'_> {
         if !abandoned.map_err(RbdError::from)? {
             return Ok(false);
         }
-        if let Some(entry) = known.filter(|entry| !entry.group.is_empty()) {
+        let entry = match known {
+            Some(known) => Some(known.clone()),
+            None => groups
+                .read_group(&self.pool, reserved.uuid)
+                .map_err(RbdError::from)?,
+        };
+        if let Some(entry) = entry.filter(|entry| !entry.group.is_empty()) {
             let removed = or_missing(group::remove(&self.pool, &temporary(&entry.group)));
             removed.map_err(RbdError::from)?;
-            self.remove_members(entry)?;
+            self.remove_members(&entry)?;
         }
         groups
             .forget(&self.pool, &self.pool, name, reserved)
