@@ -43,6 +43,16 @@ pub enum ProvisionError {
     /// No such snapshot.
     #[error("there is no snapshot {0:?}")]
     NoSnapshot(String),
+    /// What a failed group snapshot left is not removed.
+    #[error("cannot take group snapshot {name:?}, nor remove what was begun ({left}); try again")]
+    NotUndone {
+        /// The requested name.
+        name: String,
+        /// The error of the removal.
+        left: String,
+        /// Why it failed.
+        source: Box<ProvisionError>,
+    },
     /// No such group snapshot.
     #[error("there is no group snapshot {0:?}")]
     NoGroupSnapshot(String),
@@ -319,7 +329,10 @@ impl ProvisionError {
             | Self::Lost { .. }
             | Self::Unrecorded { .. }
             | Self::Claim(ClaimError::Corrupt { .. }) => Kind::Internal,
-            Self::Silent { .. } | Self::SilentCluster { .. } | Self::Full(_) => Kind::Transient,
+            Self::Silent { .. }
+            | Self::SilentCluster { .. }
+            | Self::NotUndone { .. }
+            | Self::Full(_) => Kind::Transient,
             Self::Io { source, .. } => of_io(source),
             Self::Rbd(error) => error.kind(),
             Self::Pool(error) | Self::Claim(ClaimError::Pool(error)) => match error {

@@ -26,7 +26,7 @@ use super::{
     writers::Writers,
 };
 use crate::{
-    crash_point,
+    crash_point, error_chain,
     pool::{
         Pool,
         claim::{self, Claim, Sharing},
@@ -120,37 +120,45 @@ impl ImageStore {
         name: &str,
         volumes: &BTreeSet<&str>,
     ) -> Result<GroupSnapshotInfo, ProvisionError> {
-        let tmp = pool.meta_dir("tmp")?;
-        let (mut members, mut drafts) = (Vec::new(), Vec::new());
-        for (nr, volume) in volumes.iter().enumerate() {
-            let name = format!("snapshot {nr} of group {}", held.id);
-            members.push(GroupMember {
-                held: Snapshots::of(pool).reserve(&name)?,
-                name,
-                volume,
-                origin: self.volume_origin(volume)?,
-            });
-            drafts.push(Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?);
-        }
-        let entry = CatalogueEntry {
-            id: held.id,
-            name: name.to_owned(),
-            state: EntryState::Making,
-            detail: GroupDetail {
-                members: members.iter().map(|one| one.held.id).collect(),
-                created: 0,
-            },
-        };
-        Groups::of(pool).record_as(&entry)?;
-        crash_point();
-        let made = self.make_group(pool, &entry, &members, drafts);
-        if made.is_err() {
-            let names: Vec<_> = members.into_iter().map(|one| one.name).collect();
-            if let Err(left) = self.undo_group(pool, held, entry, &names) {
-                tracing::warn!(name, error = %left, "an unfinished group snapshot stays until the next start");
+        let mut members = Vec::new();
+        let mut make = || {
+            let tmp = pool.meta_dir("tmp")?;
+            let mut drafts = Vec::new();
+            for (nr, volume) in volumes.iter().enumerate() {
+                let origin = self.volume_origin(volume)?;
+                let name = format!("snapshot {nr} of group {}", held.id);
+                members.push(GroupMember {
+                    held: Snapshots::of(pool).reserve(&name)?,
+                    name,
+                    volume,
+                    origin,
+                });
+                drafts.push(Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?);
             }
-        }
-        made
+            let entry = CatalogueEntry {
+                id: held.id,
+                name: name.to_owned(),
+                state: EntryState::Making,
+                detail: GroupDetail {
+                    members: members.iter().map(|one| one.held.id).collect(),
+                    created: 0,
+                },
+            };
+            Groups::of(pool).record_as(&entry)?;
+            crash_point();
+            self.make_group(pool, &entry, &members, drafts)
+        };
+        make().map_err(|error| {
+            let names: Vec<_> = members.into_iter().map(|one| one.name).collect();
+            match self.undo_group(pool, held, &names) {
+                Ok(()) => error,
+                Err(left) => ProvisionError::NotUndone {
+                    name: name.to_owned(),
+                    left: error_chain(&left),
+                    source: Box::new(error),
+                },
+            }
+        })
     }
 
     /// Removes a group and its snapshots, and the names under which none was made.
@@ -158,10 +166,12 @@ impl ImageStore {
         &self,
         pool: &Pool,
         held: &ReservationLock,
-        entry: CatalogueEntry<GroupDetail>,
         names: &[String],
     ) -> Result<(), ProvisionError> {
-        self.delete_entry(pool, entry, Some(held))?;
+        match Groups::of(pool).get(held.id)? {
+            Some(entry) => self.delete_entry(pool, entry, Some(held))?,
+            None => held.abandon()?,
+        }
         let snapshots = Snapshots::of(pool);
         for name in names {
             if let Some(held) = snapshots.hold(name)?

@@ -319,15 +319,19 @@ impl GroupPlace<'_> {
         })
     }
 
-    /// Removes a failed attempt; if that fails, a repeat does.
-    fn undo(&self, reserved: NameEntry, own: &GroupEntry) {
-        if let Err(error) = self.abandon(&own.name, reserved, Some(own)) {
-            let (name, error) = (&own.name, error_chain(&error));
-            tracing::warn!(
-                name,
-                error,
-                "cannot remove an incomplete group snapshot; its next create does"
-            );
+    /// Removes an attempt that failed with that error, and returns what to answer: no final
+    /// error while something is left, which a repeat removes.
+    fn undo(&self, reserved: NameEntry, own: &GroupEntry, error: RbdError) -> ProvisionError {
+        if error.is_uncertain() {
+            return error.into();
+        }
+        match self.abandon(&own.name, reserved, Some(own)) {
+            Ok(_) => error.into(),
+            Err(left) => ProvisionError::NotUndone {
+                name: own.name.clone(),
+                left: error_chain(&left),
+                source: Box::new(error.into()),
+            },
         }
     }
 

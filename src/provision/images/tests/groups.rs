@@ -117,6 +117,18 @@ async fn an_attached_volume_is_in_no_group_snapshot() {
 }
 
 #[tokio::test]
+async fn a_group_snapshot_of_a_lost_image_leaves_nothing() {
+    let home = home();
+    let [one, two] = home.two().await;
+    let lost = home.dir.path().join(&two.context["image"]);
+    std::fs::remove_file(lost).unwrap();
+    let before = home.files();
+    let refused = home.group("both", &[&one, &two]).await.unwrap_err();
+    assert!(refused.to_string().contains(&two.handle), "{refused}");
+    assert_eq!(home.files(), before);
+}
+
+#[tokio::test]
 async fn the_volumes_of_a_group_are_in_one_pool() {
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let pools = [

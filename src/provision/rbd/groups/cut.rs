@@ -1,7 +1,7 @@
 //! One attempt at a group snapshot. Ceph holds the writes to all images only while it takes
 //! its own snapshot of the group.
 
-use std::time::SystemTime;
+use std::{collections::BTreeMap, time::SystemTime};
 
 use uuid::Uuid;
 
@@ -47,28 +47,26 @@ impl GroupPlace<'_> {
         let group = JournalKind::Group.image(prefix, reserved.uuid);
         let handle = handle_of(&self.link, &self.pool, reserved.uuid);
         let members = sources.iter().map(|one| self.member(one, &group, &handle));
-        let members = members.collect::<Result<Vec<_>, RbdError>>()?;
-        let names = members.iter();
+        let members: Result<Vec<_>, RbdError> = members.collect();
         let mut entry = GroupEntry {
             name: new.name.clone(),
             group,
             created: None,
-            members: names
-                .map(|one| (one.handle.clone(), one.entry.name.clone()))
-                .collect(),
+            members: BTreeMap::new(),
             state: CreateState::UnderWay,
         };
-        match self.cut(reserved, &entry, &members) {
+        let cut = members.and_then(|members| {
+            let names = members.iter();
+            let names = names.map(|one| (one.handle.clone(), one.entry.name.clone()));
+            entry.members = names.collect();
+            self.cut(reserved, &entry, &members)
+        });
+        match cut {
             Ok(created) => {
                 entry.created = Some(created);
                 self.answer(reserved.uuid, &entry)
             }
-            Err(error) => {
-                if !error.is_uncertain() {
-                    self.undo(reserved, &entry);
-                }
-                Err(error.into())
-            }
+            Err(error) => Err(self.undo(reserved, &entry, error)),
         }
     }
 
