@@ -141,8 +141,8 @@ pub enum RbdError {
     /// Nothing holds the writes to the image.
     #[error(
         "image {0} lacks the feature exclusive-lock, so Ceph cannot hold its writes while a group \
-         snapshot is taken: enable it (rbd feature enable), or make volumes by a class with \
-         imageFeatures: layering,exclusive-lock"
+         snapshot is taken: enable it (rbd feature enable), then unstage and stage the volume \
+         again, or make volumes by a class with imageFeatures: layering,exclusive-lock"
     )]
     NoExclusiveLock(String),
     /// The image is in a group already, and Ceph allows one.
