@@ -96,20 +96,35 @@ impl RbdStore {
     ) -> Result<GroupSnapshotInfo, ProvisionError> {
         let _name = self.names.lock_on_lane(&group_snapshot_named(&new.name));
         let class = GroupClass::parse(&new.parameters)?;
+        let find = |pool: &IoCtx| self.groups.find(pool, &new.name).map_err(RbdError::from);
+        // Before the volumes are looked for: the snapshots may outlive them.
+        let named = match (class.cluster_id, class.pool) {
+            (Some(cluster_id), Some(pool)) => {
+                let link = self.link(cluster_id, &new.secrets)?;
+                let pool = link.named_pool(pool)?;
+                let place = self.group_place(link, pool, &new.secrets);
+                if let Some(reserved) = find(&place.pool)?
+                    && let Some(taken) = place.taken_before(new, reserved)?
+                {
+                    return Ok(taken);
+                }
+                Some(place)
+            }
+            _ => None,
+        };
         let sources = self.sources(new, &class)?;
-        let link = sources[0].link.clone();
-        let pool = match class.pool {
-            Some(name) => link.named_pool(name)?,
-            None => sources[0].pool.clone(),
+        let place = match (named, class.pool) {
+            (Some(place), _) => place,
+            (None, pool) => {
+                let link = sources[0].link.clone();
+                let pool = match pool {
+                    Some(name) => link.named_pool(name)?,
+                    None => sources[0].pool.clone(),
+                };
+                self.group_place(link, pool, &new.secrets)
+            }
         };
-        self.use_pool(&link, &pool);
-        let place = GroupPlace {
-            store: self,
-            link,
-            pool,
-            secrets: &new.secrets,
-        };
-        let mut known = (self.groups.find(&place.pool, &new.name)).map_err(RbdError::from)?;
+        let mut known = find(&place.pool)?;
         loop {
             if let Some(reserved) = known
                 && let Some(taken) = place.resume(new, reserved)?
@@ -128,6 +143,21 @@ impl RbdStore {
             if known.is_none() {
                 return place.take(new, &sources, wanted, class.prefix);
             }
+        }
+    }
+
+    fn group_place<'a>(
+        &'a self,
+        link: ClusterConnection,
+        pool: IoCtx,
+        secrets: &'a Secrets,
+    ) -> GroupPlace<'a> {
+        self.use_pool(&link, &pool);
+        GroupPlace {
+            store: self,
+            link,
+            pool,
+            secrets,
         }
     }
 
@@ -230,18 +260,10 @@ impl RbdStore {
             Err(error) if error.is_not_found() => return Ok(None),
             pool => pool?,
         };
-        self.use_pool(&link, &pool);
-        let entry = self.groups.read_group(&pool, handle.uuid());
-        let Some(entry) = entry.map_err(RbdError::from)? else {
-            return Ok(None);
-        };
-        let place = GroupPlace {
-            store: self,
-            link,
-            pool,
-            secrets,
-        };
-        Ok(Some((place, handle.uuid(), entry)))
+        let place = self.group_place(link, pool, secrets);
+        let entry = self.groups.read_group(&place.pool, handle.uuid());
+        let entry = entry.map_err(RbdError::from)?;
+        Ok(entry.map(|entry| (place, handle.uuid(), entry)))
     }
 }
 
@@ -266,28 +288,37 @@ impl GroupPlace<'_> {
         new: &NewGroupSnapshot,
         reserved: NameEntry,
     ) -> Result<Option<GroupSnapshotInfo>, ProvisionError> {
-        let there = self.store.groups.read_group(&self.pool, reserved.uuid);
-        let there = there.map_err(RbdError::from)?;
-        if let Some(entry) = there
-            && entry.state == CreateState::None
-        {
-            let wanted: BTreeSet<_> = new.volumes.iter().collect();
-            if entry.created.is_none() || entry.members.is_empty() {
-                return Err(RbdError::ForeignGroup(new.name.clone()).into());
-            }
-            let shown = self.answer(reserved.uuid, &entry)?;
-            let sources: BTreeSet<_> = shown.snapshots.iter().map(|one| &one.source).collect();
-            if sources == wanted {
-                return Ok(Some(shown));
-            }
-            let (name, how) = (new.name.clone(), "it is of other volumes".to_owned());
-            return Err(ProvisionError::Differs { name, how });
+        if let Some(taken) = self.taken_before(new, reserved)? {
+            return Ok(Some(taken));
         }
         if self.abandon(&new.name, reserved, None)? {
             return Ok(None);
         }
         // It was completed meanwhile.
         Err(RbdError::Contended(new.name.clone()).into())
+    }
+
+    /// The reserved group snapshot, if it is complete.
+    fn taken_before(
+        &self,
+        new: &NewGroupSnapshot,
+        reserved: NameEntry,
+    ) -> Result<Option<GroupSnapshotInfo>, ProvisionError> {
+        let there = self.store.groups.read_group(&self.pool, reserved.uuid);
+        let there = there.map_err(RbdError::from)?;
+        let Some(entry) = there.filter(|entry| entry.state == CreateState::None) else {
+            return Ok(None);
+        };
+        if entry.created.is_none() || entry.members.is_empty() {
+            return Err(RbdError::ForeignGroup(new.name.clone()).into());
+        }
+        let shown = self.answer(reserved.uuid, &entry)?;
+        let sources: BTreeSet<_> = shown.snapshots.iter().map(|one| &one.source).collect();
+        if sources == new.volumes.iter().collect() {
+            return Ok(Some(shown));
+        }
+        let (name, how) = (new.name.clone(), "it is of other volumes".to_owned());
+        Err(ProvisionError::Differs { name, how })
     }
 
     /// The answer to a create. Flattens snapshots whose chains are too long for copies.

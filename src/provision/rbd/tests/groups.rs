@@ -152,6 +152,32 @@ async fn a_group_snapshot_is_made_looked_up_and_deleted_as_a_whole() {
     assert_eq!(home.images(), [""; 0]);
 }
 
+#[tokio::test]
+async fn a_group_snapshot_outlives_its_volumes() {
+    let Some(home) = Home::new() else { return };
+    let volumes = [home.lockable("one").await, home.lockable("two").await];
+    let class = [("clusterID", "ceph"), ("pool", &*home.pool)];
+    let new = NewGroupSnapshot {
+        parameters: class
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+            .into(),
+        ..group_of("both", &[&volumes[0], &volumes[1]], home.secrets())
+    };
+    let create = |new: &NewGroupSnapshot| home.rbd.create_group_snapshot(new.clone());
+    let taken = create(&new).await.unwrap();
+    home.delete(&volumes[1].handle).await.unwrap();
+    assert_eq!(create(&new).await.unwrap(), taken);
+    let other = NewGroupSnapshot {
+        volumes: vec![volumes[0].handle.clone()],
+        ..new
+    };
+    let other = create(&other).await.unwrap_err();
+    assert_eq!(other.kind(), ErrorKind::Conflict, "{other}");
+    home.delete_group(&taken.handle, Vec::new()).await.unwrap();
+    home.delete(&volumes[0].handle).await.unwrap();
+    assert_eq!(home.images(), [""; 0]);
+}
+
 /// The places that [`write_numbers`] writes to, one after the other.
 const PLACES: u64 = 2000;
 /// How many of them have data at a time.
