@@ -2,10 +2,12 @@
 
 use std::{
     collections::HashSet,
+    io,
     path::{Path, PathBuf},
 };
 
 use clap::Args;
+use rustix::process::geteuid;
 use serde::Serialize;
 
 use super::{
@@ -67,8 +69,12 @@ impl Takeover {
             path: self.kubelet_dir.clone(),
             source,
         };
+        if !geteuid().is_root() {
+            let why = "only root can read all of them: run the command as root";
+            return Err(failed(io::Error::new(io::ErrorKind::PermissionDenied, why)));
+        }
         let roots = Roots::new(std::slice::from_ref(&self.kubelet_dir));
-        let roots = roots.map_err(|error| failed(std::io::Error::other(error)))?;
+        let roots = roots.map_err(|error| failed(io::Error::other(error)))?;
         let volumes = staged(roots).map_err(failed)?;
         let mapped = ForeignDevice::mapped().map_err(failed)?;
         let found: HashSet<_> = (volumes.iter())
@@ -155,7 +161,29 @@ impl Answer for TakeoverAnswer {
 
 #[cfg(test)]
 mod tests {
+    use rustix::{process::Uid, thread::set_thread_res_uid};
+
     use super::*;
+
+    #[test]
+    fn another_user_than_root_is_refused() {
+        let refused = std::thread::spawn(|| {
+            let nobody = Uid::from_raw(65534);
+            // Of this thread alone.
+            set_thread_res_uid(nobody, nobody, nobody).unwrap();
+            let kubelet_dir = "/".into();
+            let dry_run = true;
+            Takeover {
+                dry_run,
+                kubelet_dir,
+            }
+            .run()
+        });
+        let CliError::Io { source, .. } = refused.join().unwrap().unwrap_err() else {
+            panic!("not refused at once");
+        };
+        assert!(source.to_string().contains("as root"), "{source}");
+    }
 
     #[test]
     fn what_ends_with_the_other_driver_is_to_be_drained() {

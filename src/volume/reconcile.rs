@@ -256,8 +256,17 @@ async fn take_over(node: &Arc<Node>, others: Vec<(String, PathBuf)>) {
     let one = |(id, staging_path): (String, PathBuf)| async move {
         let (places, at) = (node.places.clone(), staging_path.clone());
         let look = move || has_stage_file(&places, &at);
-        let has_stage_file = node.lanes.run(&id, "find", look);
-        if has_stage_file.await && node.known(&id).is_none() {
+        let looked = node.lanes.run(&id, "find", look).await;
+        let has_stage_file = looked.unwrap_or_else(|cause| {
+            let error = error_chain(&cause.of(&id));
+            tracing::error!(
+                volume_id = id,
+                error,
+                "cannot look for another driver's stage file; the volume is not recovered"
+            );
+            false
+        });
+        if has_stage_file && node.known(&id).is_none() {
             let volume = node.volume(&id);
             let progress = &Progress::new(&id, "take over");
             let cx = Context {
@@ -283,10 +292,13 @@ async fn take_over(node: &Arc<Node>, others: Vec<(String, PathBuf)>) {
 }
 
 /// Whether another driver's stage file is in the directory. Blocks.
-pub(super) fn has_stage_file(places: &Places, staging_path: &Path) -> bool {
-    let place = places.staging(staging_path);
-    let is_dir = place.is_ok_and(|place| matches!(place.kind(), Ok(PathKind::Dir)));
-    is_dir && matches!(layout::read_stage_file(places, staging_path), Ok(Some(_)))
+pub(super) fn has_stage_file(places: &Places, staging_path: &Path) -> Result<bool, Cause> {
+    let Some(place) = absent_is_none(places.staging(staging_path))? else {
+        return Ok(false);
+    };
+    let look = place.kind();
+    let kind = look.map_err(Cause::io(format!("look at {}", staging_path.display())))?;
+    Ok(matches!(kind, PathKind::Dir) && layout::read_stage_file(places, staging_path)?.is_some())
 }
 
 /// Releases the claims of earlier boots; a call's new claim stays, as it is of this boot.

@@ -39,17 +39,22 @@ fn among(mounts: &[MountEntry], places: &Places) -> Vec<StagedVolume> {
     let mut found: Vec<_> = mounts
         .iter()
         .filter_map(|entry| unknown(entry, places))
-        .filter(|(_, staging_path)| has_stage_file(places, staging_path))
         .collect();
     found.sort();
     found.dedup();
-    let one = |(volume_id, staging_path): (String, PathBuf)| StagedVolume {
-        device: device(places, &volume_id, &staging_path, mounts)
-            .map_err(|cause| error_chain(&cause)),
-        volume_id,
-        staging_path,
+    let one = |(volume_id, staging_path): (String, PathBuf)| {
+        let found = match has_stage_file(places, &staging_path) {
+            Ok(false) => return None,
+            Ok(true) => device(places, &volume_id, &staging_path, mounts),
+            Err(cause) => Err(cause),
+        };
+        Some(StagedVolume {
+            device: found.map_err(|cause| error_chain(&cause)),
+            volume_id,
+            staging_path,
+        })
     };
-    found.into_iter().map(one).collect()
+    found.into_iter().filter_map(one).collect()
 }
 
 fn device(
@@ -124,5 +129,12 @@ mod tests {
         let why = volume.device.as_ref().unwrap_err();
         assert!(why.contains("none of this node's volumes"), "{why}");
         assert!(of_ceph_csi.join(STAGE_FILE).exists());
+
+        // A file that cannot be read does not hide the volume.
+        fs::create_dir(of_another.join(STAGE_FILE)).unwrap();
+        let found = among(&mounts, &places);
+        let unread = found.iter().find(|volume| volume.volume_id == "other");
+        let why = unread.expect("it is shown").device.as_ref().unwrap_err();
+        assert!(why.contains(STAGE_FILE), "{why}");
     }
 }
