@@ -18,9 +18,10 @@ use std::{
 use rustix::{
     fd::{AsFd, BorrowedFd, OwnedFd},
     fs::{
-        AtFlags, Dir, FileType, Gid, Mode, OFlags, Stat, Timespec, Timestamps, Uid, XattrFlags,
-        chmod, chownat, fchmod, fchown, fgetxattr, flistxattr, fsetxattr, fstat, futimens, linkat,
-        mkdirat, mknodat, openat, readlinkat, statat, symlinkat, syncfs, utimensat,
+        AtFlags, Dir, FileType, Gid, Mode, OFlags, Stat, Statx, StatxFlags, Timespec, Timestamps,
+        Uid, XattrFlags, chmod, chownat, fchmod, fchown, fgetxattr, flistxattr, fsetxattr, fstat,
+        futimens, linkat, mkdirat, mknodat, openat, readlinkat, statat, statx, symlinkat, syncfs,
+        utimensat,
     },
     io::Errno,
 };
@@ -48,8 +49,45 @@ pub struct TreeError {
     pub source: io::Error,
 }
 
-/// A device and an inode, which all hard links of a file have in common.
-type FileId = (u64, u64);
+/// What all hard links of a file have in common. A device and an inode are not enough: a new
+/// file may have the inode of one that was removed since.
+#[derive(Debug, PartialEq, Eq, Hash)]
+struct FileId {
+    device: (u32, u32),
+    inode: u64,
+    proof: SameFile,
+}
+
+/// What two files of one inode differ in.
+#[derive(Debug, PartialEq, Eq, Hash)]
+enum SameFile {
+    /// When it was made, in seconds and nanoseconds.
+    Born(i64, u32),
+    /// Its size and when it was written, where the file system has no birth time.
+    Written(u64, i64, u32),
+}
+
+impl FileId {
+    fn read(at: BorrowedFd<'_>, name: &CStr) -> rustix::io::Result<Self> {
+        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::EMPTY_PATH;
+        let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
+        statx(at, name, flags, wanted).map(|it| Self::new(&it))
+    }
+
+    fn new(it: &Statx) -> Self {
+        let (born, written) = (it.stx_btime, it.stx_mtime);
+        let has_birth = StatxFlags::from_bits_retain(it.stx_mask).contains(StatxFlags::BTIME);
+        Self {
+            device: (it.stx_dev_major, it.stx_dev_minor),
+            inode: it.stx_ino,
+            proof: if has_birth {
+                SameFile::Born(born.tv_sec, born.tv_nsec)
+            } else {
+                SameFile::Written(it.stx_size, written.tv_sec, written.tv_nsec)
+            },
+        }
+    }
+}
 
 /// Adds up a directory.
 pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
@@ -66,8 +104,13 @@ pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
             continue;
         };
         let kind = FileType::from_raw_mode(stat.st_mode);
-        if kind != FileType::Directory && stat.st_nlink > 1 && !linked.insert(id(&stat)) {
-            continue;
+        if kind != FileType::Directory && stat.st_nlink > 1 {
+            let Some(id) = unless_gone(FileId::read(at, &name))? else {
+                continue;
+            };
+            if !linked.insert(id) {
+                continue;
+            }
         }
         size.allocated += u64::try_from(stat.st_blocks).unwrap_or(0) * 512;
         if kind == FileType::RegularFile {
@@ -88,13 +131,7 @@ pub fn copy(from: &OwnedFd, to: &OwnedFd, running: &RunningCopy) -> Result<(), T
         path: PathBuf::new(),
         source,
     };
-    let mut copy = TreeCopy {
-        root: to,
-        running,
-        links: HashMap::new(),
-        has_references: true,
-        buffer: vec![0; MOST_XATTR],
-    };
+    let mut copy = TreeCopy::new(to, running);
     let first = TreeLevel::enter(from.as_fd(), to.as_fd()).map_err(top)?;
     let mut levels = vec![first];
     while let Some(level) = levels.last_mut() {
@@ -153,7 +190,17 @@ impl TreeLevel {
     }
 }
 
-impl TreeCopy<'_> {
+impl<'c> TreeCopy<'c> {
+    fn new(root: &'c OwnedFd, running: &'c RunningCopy) -> Self {
+        Self {
+            root,
+            running,
+            links: HashMap::new(),
+            has_references: true,
+            buffer: vec![0; MOST_XATTR],
+        }
+    }
+
     /// Gives a directory its attributes, which the making of entries changes.
     fn leave(&mut self, level: &TreeLevel) -> io::Result<()> {
         let from = level.from.fd()?;
@@ -179,7 +226,11 @@ impl TreeCopy<'_> {
             let made = open_dir(to, name)?;
             return TreeLevel::enter(opened.as_fd(), made.as_fd()).map(Some);
         }
-        if let Some(first) = self.links.get(&id(&stat)) {
+        let id = match stat.st_nlink {
+            0 | 1 => None,
+            _ => Some(FileId::read(opened.as_fd(), c"")?),
+        };
+        if let Some(first) = id.as_ref().and_then(|id| self.links.get(id)) {
             let parent = first.parent().unwrap_or(Path::new(""));
             let parent = below::walk(self.root, parent)?;
             let last = first.file_name().expect("an entry has a name");
@@ -206,8 +257,8 @@ impl TreeCopy<'_> {
                 chmod(of_descriptor(&made), Mode::from_raw_mode(stat.st_mode))?;
             }
         }
-        if stat.st_nlink > 1 {
-            self.links.insert(id(&stat), path.to_owned());
+        if let Some(id) = id {
+            self.links.insert(id, path.to_owned());
         }
         Ok(None)
     }
@@ -355,10 +406,6 @@ fn unless_gone<T>(result: rustix::io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-fn id(stat: &Stat) -> FileId {
-    (stat.st_dev, stat.st_ino)
-}
-
 fn length(stat: &Stat) -> u64 {
     u64::try_from(stat.st_size).unwrap_or(0)
 }
@@ -382,7 +429,7 @@ mod tests {
         openat(CWD, dir, flags, Mode::empty()).expect("a directory")
     }
 
-    fn copied(from: &Path, to: &Path) -> Result<TreeSize, TreeError> {
+    fn running(bytes: u64) -> RunningCopy {
         let target = CopyTarget {
             kind: CopyKind::Volume,
             name: "copy".to_owned(),
@@ -390,10 +437,13 @@ mod tests {
             source: "source".to_owned(),
             pool: "share".to_owned(),
         };
+        Copies::new(1, 1).begin(target, bytes).expect("begun")
+    }
+
+    fn copied(from: &Path, to: &Path) -> Result<TreeSize, TreeError> {
         let from = opened(from);
         let size = measure(&from).expect("measured");
-        let running = Copies::new(1, 1).begin(target, size.bytes).expect("begun");
-        copy(&from, &opened(to), &running).map(|()| size)
+        copy(&from, &opened(to), &running(size.bytes)).map(|()| size)
     }
 
     /// What rsync compares, and more.
@@ -504,5 +554,46 @@ mod tests {
         let error = copied(&from, &to).expect_err("it is there");
         assert_eq!(error.path, Path::new("d"));
         assert_eq!(error.source.kind(), io::ErrorKind::AlreadyExists);
+    }
+
+    #[test]
+    fn a_file_with_the_inode_of_a_removed_one_is_no_link() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+        fs::create_dir(&from).expect("made");
+        fs::create_dir(&to).expect("made");
+        fs::write(from.join("a"), "old").expect("written");
+        fs::hard_link(from.join("a"), from.join("link")).expect("linked");
+        let (source, root, running) = (opened(&from), opened(&to), running(0));
+        let mut copy = TreeCopy::new(&root, &running);
+        let level = TreeLevel::enter(source.as_fd(), root.as_fd()).expect("opened");
+        let mut entry = |name: &CStr| {
+            let path = Path::new(OsStr::from_bytes(name.to_bytes()));
+            let below = copy.entry(&level, name, path).expect("copied");
+            assert!(below.is_none());
+        };
+        entry(c"a");
+        // A file of the same inode that is none of the links.
+        fs::remove_file(from.join("link")).expect("removed");
+        fs::rename(from.join("a"), from.join("b")).expect("renamed");
+        fs::write(from.join("b"), "new").expect("written");
+        entry(c"b");
+        let read = |name: &str| fs::read_to_string(to.join(name)).expect("read");
+        assert_eq!((&*read("a"), &*read("b")), ("old", "new"));
+
+        let looked = statx(CWD, &from, AtFlags::empty(), StatxFlags::BASIC_STATS);
+        let looked = looked.expect("there");
+        let id = |mask: StatxFlags, born, size, written| {
+            let mut it = looked;
+            it.stx_mask = mask.bits();
+            (it.stx_btime.tv_sec, it.stx_size, it.stx_mtime.tv_nsec) = (born, size, written);
+            FileId::new(&it)
+        };
+        let (birth, none) = (StatxFlags::BTIME, StatxFlags::empty());
+        assert_eq!(id(birth, 1, 1, 1), id(birth, 1, 2, 2), "it was written to");
+        assert_ne!(id(birth, 1, 1, 1), id(birth, 2, 1, 1));
+        assert_eq!(id(none, 1, 1, 1), id(none, 2, 1, 1));
+        assert_ne!(id(none, 1, 1, 1), id(none, 1, 2, 1));
+        assert_ne!(id(none, 1, 1, 1), id(none, 1, 1, 2));
     }
 }
