@@ -52,7 +52,7 @@ pub struct TreeError {
 /// What all hard links of a file have in common. A device and an inode are not enough: a new
 /// file may have the inode of one that was removed since.
 #[derive(Debug, PartialEq, Eq, Hash)]
-struct FileId {
+struct LinkedFile {
     device: (u32, u32),
     inode: u64,
     proof: SameFile,
@@ -67,7 +67,7 @@ enum SameFile {
     Written(u64, i64, u32),
 }
 
-impl FileId {
+impl LinkedFile {
     fn read(at: BorrowedFd<'_>, name: &CStr) -> rustix::io::Result<Self> {
         let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::EMPTY_PATH;
         let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
@@ -105,7 +105,7 @@ pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
         };
         let kind = FileType::from_raw_mode(stat.st_mode);
         if kind != FileType::Directory && stat.st_nlink > 1 {
-            let Some(id) = unless_gone(FileId::read(at, &name))? else {
+            let Some(id) = unless_gone(LinkedFile::read(at, &name))? else {
                 continue;
             };
             if !linked.insert(id) {
@@ -165,7 +165,7 @@ struct TreeCopy<'c> {
     root: &'c OwnedFd,
     running: &'c RunningCopy,
     /// The copies of files that have several names, by their originals.
-    links: HashMap<FileId, PathBuf>,
+    links: HashMap<LinkedFile, PathBuf>,
     /// Until a file could not be copied by reference.
     has_references: bool,
     /// For extended attributes.
@@ -228,7 +228,7 @@ impl<'c> TreeCopy<'c> {
         }
         let id = match stat.st_nlink {
             0 | 1 => None,
-            _ => Some(FileId::read(opened.as_fd(), c"")?),
+            _ => Some(LinkedFile::read(opened.as_fd(), c"")?),
         };
         if let Some(first) = id.as_ref().and_then(|id| self.links.get(id)) {
             let parent = first.parent().unwrap_or(Path::new(""));
@@ -587,7 +587,7 @@ mod tests {
             let mut it = looked;
             it.stx_mask = mask.bits();
             (it.stx_btime.tv_sec, it.stx_size, it.stx_mtime.tv_nsec) = (born, size, written);
-            FileId::new(&it)
+            LinkedFile::new(&it)
         };
         let (birth, none) = (StatxFlags::BTIME, StatxFlags::empty());
         assert_eq!(id(birth, 1, 1, 1), id(birth, 1, 2, 2), "it was written to");
