@@ -272,9 +272,10 @@ impl<'s> SourceTree<'s> {
         directory: Directory,
         missing: MissingSource,
     ) -> Result<Self, ProvisionError> {
-        let root = export.open();
-        let root = root.and_then(|root| below::walk(&root, directory.sub_dir()));
-        let root = below::absent_is_none(root).map_err(failed("open", &directory))?;
+        // Not a missing source: the share may not be mounted yet.
+        let share = export.open().map_err(failed("open", &export.share))?;
+        let root = below::absent_is_none(below::walk(&share, directory.sub_dir()));
+        let root = root.map_err(failed("open", &directory))?;
         Ok(Self {
             export,
             root: root.ok_or_else(|| missing.clone())?,
@@ -536,5 +537,30 @@ fn volume(handle: &DirectoryHandle, context: BTreeMap<String, String>) -> Volume
         source: None,
         local: false,
         topology: BTreeMap::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Kind;
+
+    #[test]
+    fn a_source_in_a_share_that_is_away_is_not_missing() {
+        let dir = tempfile::tempdir().expect("a directory");
+        std::fs::create_dir(dir.path().join("v")).expect("made");
+        let kind_of = |option: &str, handle: &str| {
+            let export = format!("srv:/share={}{option}", dir.path().display());
+            let exports = vec![export.parse().expect("an export")];
+            let store = NfsStore::new(exports, OnDelete::Delete, Copies::new(1, 1));
+            let store = store.expect("a store");
+            let opened = store.volume_tree(handle).map(drop);
+            opened.map_err(|error| error.kind())
+        };
+        assert_eq!(kind_of("", "srv#share#v##"), Ok(()));
+        assert_eq!(kind_of("", "srv#share#gone##"), Err(Kind::NotFound));
+        for option in [",mounted", "-gone"] {
+            assert_eq!(kind_of(option, "srv#share#v##"), Err(Kind::Transient));
+        }
     }
 }
