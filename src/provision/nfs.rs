@@ -160,7 +160,10 @@ impl NfsStore {
             let found: Option<DirectoryRecord> =
                 records::read(&root, &path).map_err(cannot("look for"))?;
             return match found {
-                Some(found) if found == record => Ok(()),
+                // Its maker may have been killed before it was durable.
+                Some(found) if found == record => {
+                    making::sync_place(&root, sub_dir).map_err(cannot("make"))
+                }
                 _ => Err(differs(made, "the directory is not a copy of that source")),
             };
         }
@@ -179,7 +182,9 @@ impl NfsStore {
         self.copy(&from, &to, target)?;
         if let Some(mode) = made.mode {
             let done = chmod(below::path_of(&to, ""), Mode::from_raw_mode(mode));
-            done.map_err(|errno| cannot("make")(errno.into()))?;
+            let done = done.map_err(io::Error::from);
+            done.and_then(|()| below::sync(&to))
+                .map_err(cannot("make"))?;
         }
         let _directory = self.directories.lock_on_lane(&directory.to_string());
         crash_point();

@@ -54,6 +54,12 @@ pub fn make(root: &OwnedFd, path: &str, mode: u32) -> io::Result<OwnedFd> {
     Ok(at)
 }
 
+/// Makes a directory's entries and mode durable.
+pub fn sync(dir: &OwnedFd) -> io::Result<()> {
+    let opened = open(dir, ".", OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty())?;
+    fs::File::from(opened).sync_all()
+}
+
 /// Removes the directory of that name with its content.
 pub fn remove(at: &OwnedFd, name: &str) -> io::Result<Done> {
     // Follows no symlink, neither here nor below.

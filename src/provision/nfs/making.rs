@@ -87,10 +87,13 @@ impl<'s> DirectoryDraft<'s> {
             return Ok(Done::Already);
         }
         match below::rename(&self.dir, NEW, &above, name) {
-            Ok(()) => Ok(Done::Now),
-            Err(error) if is_there(&error) => Ok(Done::Already),
-            Err(error) => Err(error),
+            Ok(()) => {}
+            Err(error) if is_there(&error) => return Ok(Done::Already),
+            Err(error) => return Err(error),
         }
+        crash_point();
+        sync_place(self.share, path)?;
+        Ok(Done::Now)
     }
 }
 
@@ -106,6 +109,17 @@ impl Drop for DirectoryDraft<'_> {
         let _ = fs::remove_file(path_of(&self.dir, LOCK));
         let _ = fs::remove_dir(path_of(self.share, &name));
     }
+}
+
+/// Makes the names durable by which a directory was placed: after a power cut its record
+/// would be that of an unfinished one.
+pub fn sync_place(share: &OwnedFd, path: &str) -> io::Result<()> {
+    let mut path = path;
+    while !path.is_empty() {
+        path = below::split(path).0;
+        below::sync(&below::walk(share, path)?)?;
+    }
+    Ok(())
 }
 
 /// Removes what dead controllers left in the share.
