@@ -38,8 +38,7 @@ pub struct DirectoryDraft<'s> {
 impl<'s> DirectoryDraft<'s> {
     /// Begins one, and removes what a dead maker left. None if another controller makes it.
     pub fn begin(share: &'s OwnedFd, record: &str) -> io::Result<Option<Self>> {
-        let name = format!("{PREFIX}{}", record.replace('/', "-"));
-        let dir = below::make(share, &name, 0o700)?;
+        let dir = below::make(share, &name_of(record), 0o700)?;
         // Entries would inherit it.
         let _ = rustix::fs::removexattr(path_of(&dir, ""), c"system.posix_acl_default");
         let flags = OFlags::RDWR | OFlags::CREATE;
@@ -105,10 +104,19 @@ impl Drop for DirectoryDraft<'_> {
             return;
         }
         crash_point();
-        let name = format!("{PREFIX}{}", self.record.replace('/', "-"));
         let _ = fs::remove_file(path_of(&self.dir, LOCK));
-        let _ = fs::remove_dir(path_of(self.share, &name));
+        let _ = fs::remove_dir(path_of(self.share, &name_of(&self.record)));
     }
+}
+
+/// Whether the directory of the record is not placed yet.
+pub fn is_being_made(share: &OwnedFd, record: &str) -> io::Result<bool> {
+    below::has(share, &format!("{}/{NEW}", name_of(record)))
+}
+
+/// The directory in which that of a record is made.
+fn name_of(record: &str) -> String {
+    format!("{PREFIX}{}", record.replace('/', "-"))
 }
 
 /// Makes the names durable by which a directory was placed: after a power cut its record

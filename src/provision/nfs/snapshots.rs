@@ -21,7 +21,7 @@ use super::{
     below::{self, absent_is_none},
     class, failed,
     handle::{BadHandle, DirectoryHandle},
-    making::DirectoryDraft,
+    making::{DirectoryDraft, is_being_made, sync_place},
     records,
 };
 use crate::{
@@ -79,7 +79,16 @@ impl DirectorySnapshotHandle {
 
     /// The directory of its content.
     pub fn data(&self) -> String {
-        format!("{}/{DATA}", self.name)
+        data_of(&self.name)
+    }
+
+    /// Its own directory, as a volume's that has the same path.
+    fn directory(&self) -> String {
+        format!(
+            "{}/{}",
+            self.share.to_string().trim_end_matches('/'),
+            self.name
+        )
     }
 }
 
@@ -128,15 +137,20 @@ impl NfsStore {
         let cannot = |step| failed(step, &handle.share);
         let root = self.export(&handle.share)?.open();
         let root = root.map_err(cannot("open"))?;
-        // Before the volume is looked for: a snapshot may outlive it.
-        if let Some(taken) = as_taken_before(&root, &handle, &new.volume)? {
-            return Ok(taken);
-        }
         let draft = DirectoryDraft::begin(&root, &handle.record()).map_err(cannot("write in"))?;
         let draft = draft.ok_or_else(|| ProvisionError::Busy(new.name.clone()))?;
-        // Another controller may have taken it meanwhile.
+        // Before the volume is looked for: a snapshot may outlive it.
         if let Some(taken) = as_taken_before(&root, &handle, &new.volume)? {
+            // Its maker may have been killed before it was durable.
+            sync_place(&root, &handle.name).map_err(cannot("write in"))?;
             return Ok(taken);
+        }
+        let has_name = || ProvisionError::Differs {
+            name: new.name.clone(),
+            how: format!("{} has a directory of that name", handle.share),
+        };
+        if below::has(&root, &handle.name).map_err(cannot("look in"))? {
+            return Err(has_name());
         }
         let from = self.volume_tree(&new.volume)?;
         let created = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -155,14 +169,12 @@ impl NfsStore {
             created: u64::try_from(created.unwrap_or_default().as_nanos()).unwrap_or(u64::MAX),
             bytes: size.allocated,
         };
+        let _directory = self.directories.lock_on_lane(&handle.directory());
         let written = records::write(&root, &handle.record(), &record);
         written.map_err(cannot("write in"))?;
         match draft.place(&handle.name).map_err(cannot("write in"))? {
             Done::Now => Ok(record.info()),
-            Done::Already => Err(ProvisionError::Differs {
-                name: new.name.clone(),
-                how: format!("{} has a directory of that name", handle.share),
-            }),
+            Done::Already => Err(has_name()),
         }
     }
 
@@ -175,26 +187,27 @@ impl NfsStore {
         let remove = || {
             let root = export.open()?;
             let record = handle.record();
+            // Removes what a dead maker left, so that its record is of no other directory.
+            let Some(_draft) = DirectoryDraft::begin(&root, &record)? else {
+                return Ok(Err(ProvisionError::Busy(handle.name.clone())));
+            };
             {
-                let _directory = self.directories.lock_on_lane(&handle.share.to_string());
-                let is_ours = records::read::<DirectorySnapshotRecord>(&root, &record)?.is_some();
+                let _directory = self.directories.lock_on_lane(&handle.directory());
+                let is_ours = complete(&root, &record, &handle.name)?.is_some();
                 if !is_ours && !is_packed(&root, &handle)? && below::has(&root, &handle.name)? {
-                    return Ok(false);
+                    return Ok(Err(ProvisionError::NotSnapshot {
+                        handle: text.to_owned(),
+                        name: handle.name.clone(),
+                    }));
                 }
                 let _ = export.set_aside(&handle.name, &aside)?;
                 crash_point();
                 records::remove(&root, &record)?;
             }
             crash_point();
-            export.remove(&aside).map(|_| true)
+            export.remove(&aside).map(|_| Ok(()))
         };
-        if remove().map_err(failed("delete a snapshot in", &handle.share))? {
-            return Ok(());
-        }
-        Err(ProvisionError::NotSnapshot {
-            handle: text.to_owned(),
-            name: handle.name,
-        })
+        remove().map_err(failed("delete a snapshot in", &handle.share))?
     }
 
     pub(super) fn find_snapshot(&self, text: &str) -> Result<SnapshotInfo, ProvisionError> {
@@ -280,14 +293,22 @@ fn in_share(root: &OwnedFd) -> io::Result<Vec<DirectorySnapshotRecord>> {
     Ok(all)
 }
 
-/// The record of a snapshot whose directory is there: another program may have removed it.
+/// The record of a snapshot whose content is there: another program may have removed it, and
+/// what has its name while it is being made is another directory.
 fn complete(
     root: &OwnedFd,
     record: &str,
     name: &str,
 ) -> io::Result<Option<DirectorySnapshotRecord>> {
-    let found = records::read(root, record)?;
-    Ok(found.filter(|_| below::has(root, name).unwrap_or(true)))
+    let Some(found) = records::read(root, record)? else {
+        return Ok(None);
+    };
+    let is_there = !is_being_made(root, record)? && below::has(root, &data_of(name))?;
+    Ok(is_there.then_some(found))
+}
+
+fn data_of(name: &str) -> String {
+    format!("{name}/{DATA}")
 }
 
 /// Whether the snapshot is an archive of csi-driver-nfs.
@@ -304,9 +325,16 @@ fn is_packed(root: &OwnedFd, handle: &DirectorySnapshotHandle) -> io::Result<boo
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+
     use proptest::prelude::*;
 
     use super::*;
+    use crate::{
+        Kind,
+        provision::{images::Copies, nfs::OnDelete},
+        secret::Secrets,
+    };
 
     #[test]
     fn handles_are_those_of_csi_driver_nfs() {
@@ -337,6 +365,59 @@ mod tests {
         ] {
             assert!(text.parse::<DirectorySnapshotHandle>().is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn a_directory_with_the_name_of_an_unfinished_snapshot_is_none() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let export = format!("srv:/share={}", dir.path().display());
+        let exports = vec![export.parse().expect("an export")];
+        let store = NfsStore::new(exports, OnDelete::Delete, Copies::new(1, 1));
+        let store = store.expect("a store");
+        let foreign = dir.path().join("snap/data");
+        std::fs::create_dir_all(&foreign).expect("made");
+        std::fs::create_dir(dir.path().join("v")).expect("made");
+        let text = "srv#share#snap#snap#v";
+        let handle: DirectorySnapshotHandle = text.parse().expect("a handle");
+        let root = store.exports[0].open().expect("opened");
+        let record = DirectorySnapshotRecord {
+            handle: text.to_owned(),
+            source: "srv#share#v##".to_owned(),
+            created: 0,
+            bytes: 0,
+        };
+        let kind_of = |error: ProvisionError| error.kind();
+        let take = || {
+            let taken = store.take_snapshot(&NewSnapshot {
+                name: "snap".to_owned(),
+                volume: record.source.clone(),
+                parameters: HashMap::default(),
+                secrets: Secrets::default(),
+            });
+            taken.map(drop).map_err(kind_of)
+        };
+        let find = || store.find_snapshot(text).map(drop).map_err(kind_of);
+        let remove = || store.remove_snapshot(text).map_err(kind_of);
+        let write = || records::write(&root, &handle.record(), &record).expect("written");
+        // What a maker leaves that is killed before it places the copy.
+        let making = format!(".making-{}/new", handle.record().replace('/', "-"));
+        let leave = || {
+            std::fs::create_dir_all(dir.path().join(&making)).expect("made");
+            write();
+        };
+        leave();
+        assert_eq!(find(), Err(Kind::NotFound));
+        assert_eq!(take(), Err(Kind::Conflict));
+        leave();
+        assert_eq!(remove(), Err(Kind::Precondition));
+        assert!(foreign.exists() && !dir.path().join(&making).exists());
+        // A record whose directory another program has replaced.
+        std::fs::remove_dir(&foreign).expect("removed");
+        write();
+        assert_eq!(find(), Err(Kind::NotFound));
+        assert_eq!(take(), Err(Kind::Conflict));
+        assert_eq!(remove(), Err(Kind::Precondition));
+        assert!(dir.path().join("snap").exists());
     }
 
     proptest! {
