@@ -345,11 +345,17 @@ impl Provisioner for NfsStore {
     }
 
     fn sweep(&self) -> Vec<ProvisionError> {
-        let swept = self.exports.iter().map(|export| {
+        let swept = self.exports.iter().flat_map(|export| {
             let swept = export.open().and_then(|root| making::sweep(&root));
-            swept.map_err(failed("clean up", &export.share))
+            let left = swept.unwrap_or_else(|error| vec![(String::new(), error)]);
+            let cannot = |(name, source)| ProvisionError::Io {
+                step: "clean up",
+                path: Path::new(&export.share.to_string()).join(name),
+                source,
+            };
+            left.into_iter().map(cannot)
         });
-        swept.filter_map(Result::err).collect()
+        swept.collect()
     }
 
     fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, ProvisionError> {

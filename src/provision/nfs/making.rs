@@ -130,16 +130,39 @@ pub fn sync_place(share: &OwnedFd, path: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes what dead controllers left in the share.
-pub fn sweep(share: &OwnedFd) -> io::Result<()> {
+/// Removes what dead controllers left in the share. The names of what stays, with the errors:
+/// also where its maker lives, as it may yet die.
+pub fn sweep(share: &OwnedFd) -> io::Result<Vec<(String, io::Error)>> {
+    let mut left = Vec::new();
     for entry in fs::read_dir(path_of(share, ""))? {
         let name = entry?.file_name();
-        let record = name.to_str().and_then(|name| name.strip_prefix(PREFIX));
-        if let Some(record) = record {
-            drop(DirectoryDraft::begin(share, &record.replacen('-', "/", 1))?);
-        }
+        let Some(record) = name.to_str().and_then(record_of) else {
+            continue;
+        };
+        let why = match DirectoryDraft::begin(share, &record) {
+            Ok(Some(_draft)) => continue,
+            Ok(None) => io::Error::new(io::ErrorKind::WouldBlock, "a controller works on it"),
+            Err(error) => error,
+        };
+        left.push((name_of(&record), why));
     }
-    Ok(())
+    Ok(left)
+}
+
+/// The record whose directory is made in that one; none if the driver has not made it.
+fn record_of(name: &str) -> Option<String> {
+    let (kind, digests) = name.strip_prefix(PREFIX)?.split_once('-')?;
+    let parts = match kind {
+        "snapshots" => 1,
+        "volumes" => 2,
+        _ => return None,
+    };
+    let is_digest = |part: &str| {
+        let is_digit = |byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+        part.len() == 64 && part.bytes().all(is_digit)
+    };
+    let is_its = digests.split('.').count() == parts && digests.split('.').all(is_digest);
+    is_its.then(|| format!("{kind}/{digests}"))
 }
 
 fn is_there(error: &io::Error) -> bool {
@@ -158,36 +181,74 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let share = openat(CWD, dir.path(), flags, Mode::empty()).expect("opened");
-        let record = "volumes/a.b";
+        let digest = "0123456789abcdef".repeat(4);
+        let record = &*format!("volumes/{digest}.{digest}");
+        let sweep = || super::sweep(&share).expect("swept");
         let has_record = || {
             records::read::<String>(&share, record)
                 .expect("read")
                 .is_some()
         };
         let begun = || DirectoryDraft::begin(&share, record).expect("begun");
-        let dead = dir.path().join(".making-volumes-a.b");
+        let dead = dir.path().join(name_of(record));
 
         fs::create_dir_all(dead.join("new/sub")).expect("made");
         records::write(&share, record, &"dead").expect("written");
-        sweep(&share).expect("swept");
+        assert!(sweep().is_empty());
         assert!(!dead.exists() && !has_record());
 
         let live = begun().expect("nobody else makes it");
         drop(live.make().expect("made"));
         records::write(&share, record, &"live").expect("written");
         assert!(begun().is_none());
-        sweep(&share).expect("swept");
+        let left = sweep();
+        assert_eq!(left.len(), 1);
+        assert_eq!(
+            (&*left[0].0, left[0].1.kind()),
+            (&*name_of(record), io::ErrorKind::WouldBlock)
+        );
         assert_eq!(live.place("ns/v").expect("placed"), Done::Now);
         assert!(!dead.exists() && has_record() && dir.path().join("ns/v").exists());
 
         // Killed after it was placed.
         fs::create_dir(&dead).expect("made");
-        sweep(&share).expect("swept");
+        assert!(sweep().is_empty());
         assert!(!dead.exists() && has_record());
 
         let other = begun().expect("nobody makes it");
         drop(other.make().expect("made"));
         assert_eq!(other.place("ns/v").expect("looked"), Done::Already);
         assert!(!dead.exists() && !has_record() && dir.path().join("ns/v").exists());
+    }
+
+    #[test]
+    fn only_what_the_driver_made_is_removed_and_a_failure_stops_nothing() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let share = openat(CWD, dir.path(), flags, Mode::empty()).expect("opened");
+        let [a, b] = ["a", "b"].map(|digit| digit.repeat(64));
+        let of_users = [
+            ".making-docs".to_owned(),
+            ".making-volumes-x.y".to_owned(),
+            format!(".making-volumes-{a}"),
+            format!(".making-snapshots-{a}.{b}"),
+            format!(".making-docs-{a}"),
+        ];
+        let bad = [&a, &b].map(|digest| format!(".making-snapshots-{digest}"));
+        let good = format!(".making-volumes-{a}.{b}");
+        for name in of_users.iter().chain([&good]) {
+            fs::create_dir_all(dir.path().join(name).join("new")).expect("made");
+        }
+        for name in &bad {
+            fs::write(dir.path().join(name), "no directory").expect("written");
+        }
+        let left = sweep(&share).expect("swept");
+        let mut left: Vec<_> = left.into_iter().map(|(name, _)| name).collect();
+        left.sort_unstable();
+        assert_eq!(left, bad);
+        assert!(!dir.path().join(good).exists());
+        for name in of_users {
+            assert!(dir.path().join(&name).join("new").exists(), "{name}");
+        }
     }
 }
