@@ -61,7 +61,7 @@ pub fn sync(dir: &OwnedFd) -> io::Result<()> {
 }
 
 /// Removes the directory of that name with its content.
-pub fn remove(at: &OwnedFd, name: &str) -> io::Result<Done> {
+pub fn remove(at: &OwnedFd, name: impl AsRef<Path>) -> io::Result<Done> {
     // Follows no symlink, neither here nor below.
     match fs::remove_dir_all(path_of(at, name)) {
         Ok(()) => Ok(Done::Now),
@@ -81,7 +81,7 @@ pub fn rename(from: &OwnedFd, name: &str, to: &OwnedFd, new_name: &str) -> io::R
 
 /// The path of a name in an open directory, for calls that take paths. The name must be one
 /// that no pod can have made a symlink.
-pub fn path_of(at: &OwnedFd, name: &str) -> PathBuf {
+pub fn path_of(at: &OwnedFd, name: impl AsRef<Path>) -> PathBuf {
     Path::new("/proc/self/fd")
         .join(at.as_raw_fd().to_string())
         .join(name)

@@ -105,7 +105,7 @@ impl Drop for DirectoryDraft<'_> {
         }
         crash_point();
         let _ = fs::remove_file(path_of(&self.dir, LOCK));
-        let _ = fs::remove_dir(path_of(self.share, &name_of(&self.record)));
+        let _ = fs::remove_dir(path_of(self.share, name_of(&self.record)));
     }
 }
 

@@ -21,7 +21,7 @@ use rustix::{
         AtFlags, Dir, FileType, Gid, Mode, OFlags, Stat, Statx, StatxFlags, Timespec, Timestamps,
         Uid, XattrFlags, chmod, chownat, fchmod, fchown, fgetxattr, flistxattr, fsetxattr, fstat,
         futimens, linkat, mkdirat, mknodat, openat, readlinkat, statat, statx, symlinkat, syncfs,
-        utimensat,
+        unlinkat, utimensat,
     },
     io::Errno,
 };
@@ -95,7 +95,7 @@ pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
     let mut linked = HashSet::new();
     let mut levels = vec![Dir::new(open_dir(from.as_fd(), c".")?)?];
     while let Some(level) = levels.last_mut() {
-        let Some(name) = next_name(level)? else {
+        let Some(name) = unless_gone(next_name(level))?.flatten() else {
             levels.pop();
             continue;
         };
@@ -116,9 +116,9 @@ pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
         if kind == FileType::RegularFile {
             size.bytes += length(&stat);
         } else if kind == FileType::Directory
-            && let Some(opened) = unless_gone(open_dir(at, &name))?
+            && let Some(opened) = unless_gone(open_dir(at, &name).and_then(Dir::new))?
         {
-            levels.push(Dir::new(opened)?);
+            levels.push(opened);
         }
     }
     Ok(size)
@@ -135,17 +135,21 @@ pub fn copy(from: &OwnedFd, to: &OwnedFd, running: &RunningCopy) -> Result<(), T
     let first = TreeLevel::enter(from.as_fd(), to.as_fd()).map_err(top)?;
     let mut levels = vec![first];
     while let Some(level) = levels.last_mut() {
-        let failed = |source| TreeError {
-            path: level.path.clone(),
-            source,
-        };
-        let Some(name) = next_name(&mut level.from).map_err(failed)? else {
-            let last = levels.pop().expect("there is one");
-            copy.leave(&last).map_err(|source| TreeError {
-                path: last.path,
-                source,
-            })?;
-            continue;
+        let name = match next_name(&mut level.from) {
+            Ok(Some(name)) => name,
+            ended => {
+                let last = levels.pop().expect("there is one");
+                let left = ended.map_err(io::Error::from);
+                let left = match (left.and_then(|_| copy.leave(&last)), levels.last()) {
+                    (Err(error), Some(above)) if is_stale(&error) => copy.forget(above, &last.path),
+                    (left, _) => left,
+                };
+                left.map_err(|source| TreeError {
+                    path: last.path,
+                    source,
+                })?;
+                continue;
+            }
         };
         crash_point();
         running.report();
@@ -207,8 +211,35 @@ impl<'c> TreeCopy<'c> {
         self.attributes(from, level.to.as_fd(), &fstat(from)?)
     }
 
-    /// Copies an entry; the entries of a directory are to follow.
+    /// Copies an entry; the entries of a directory are to follow. If a server replaces it
+    /// meanwhile, this copies what then has its name.
     fn entry(
+        &mut self,
+        level: &TreeLevel,
+        name: &CStr,
+        path: &Path,
+    ) -> io::Result<Option<TreeLevel>> {
+        for _ in 0..MOST_CHANGES {
+            match self.begin(level, name, path) {
+                Err(error) if is_stale(&error) => self.forget(level, path)?,
+                done => return done,
+            }
+        }
+        Err(io::Error::other("it is replaced again and again"))
+    }
+
+    /// Removes what was made of an entry.
+    fn forget(&mut self, level: &TreeLevel, path: &Path) -> io::Result<()> {
+        self.links.retain(|_, first| !first.starts_with(path));
+        let name = path.file_name().expect("an entry has a name");
+        match unlinkat(&level.to, name, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(Errno::ISDIR) => below::remove(&level.to, name).map(drop),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    fn begin(
         &mut self,
         level: &TreeLevel,
         name: &CStr,
@@ -239,8 +270,9 @@ impl<'c> TreeCopy<'c> {
         }
         match kind {
             FileType::RegularFile => {
-                let Some(file) = unless_gone(reopen(&opened))? else {
-                    return Ok(None);
+                let file = match reopen(&opened) {
+                    Err(Errno::NOENT) => return Ok(None),
+                    file => file?,
                 };
                 self.file(&File::from(file), to, name)?;
             }
@@ -283,7 +315,7 @@ impl<'c> TreeCopy<'c> {
             self.running.report();
             Ok(true)
         };
-        for _ in 0..MOST_TRUNCATIONS {
+        for _ in 0..MOST_CHANGES {
             let len = from.metadata()?.len();
             match copy::sparse(from, to, len, &advanced, may_continue) {
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => to.set_len(0)?,
@@ -335,8 +367,8 @@ const NOT_COPIED: [&CStr; 2] = [c"security.selinux", c"system.nfs4_acl"];
 /// The most bytes of an extended attribute, and of the list of their names (xattr(7)).
 const MOST_XATTR: usize = 64 << 10;
 
-/// How often a file may be truncated while it is copied.
-const MOST_TRUNCATIONS: usize = 5;
+/// How often a file may be truncated or replaced while it is copied.
+const MOST_CHANGES: usize = 5;
 
 fn owner_and_times(at: BorrowedFd<'_>, name: &CStr, stat: &Stat) -> io::Result<()> {
     let (uid, gid) = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid));
@@ -367,7 +399,7 @@ fn times(stat: &Stat) -> Timestamps {
 }
 
 /// The next entry but `.` and `..`.
-fn next_name(dir: &mut Dir) -> io::Result<Option<CString>> {
+fn next_name(dir: &mut Dir) -> rustix::io::Result<Option<CString>> {
     loop {
         match dir.read() {
             None => return Ok(None),
@@ -404,6 +436,11 @@ fn unless_gone<T>(result: rustix::io::Result<T>) -> io::Result<Option<T>> {
         Err(Errno::NOENT | Errno::STALE) => Ok(None),
         result => Ok(Some(result?)),
     }
+}
+
+/// Whether a server removed what is open.
+fn is_stale(error: &io::Error) -> bool {
+    Errno::from_io_error(error) == Some(Errno::STALE)
 }
 
 fn length(stat: &Stat) -> u64 {
@@ -595,5 +632,32 @@ mod tests {
         assert_eq!(id(none, 1, 1, 1), id(none, 2, 1, 1));
         assert_ne!(id(none, 1, 1, 1), id(none, 1, 2, 1));
         assert_ne!(id(none, 1, 1, 1), id(none, 1, 1, 2));
+    }
+
+    #[test]
+    fn what_was_made_of_a_removed_entry_is_no_file_to_link_to() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+        fs::create_dir_all(from.join("d")).expect("made");
+        fs::create_dir(&to).expect("made");
+        fs::write(from.join("d/file"), "text").expect("written");
+        fs::hard_link(from.join("d/file"), from.join("link")).expect("linked");
+        let (source, root, running) = (opened(&from), opened(&to), running(0));
+        let mut copy = TreeCopy::new(&root, &running);
+        let level = TreeLevel::enter(source.as_fd(), root.as_fd()).expect("opened");
+        let below = copy.entry(&level, c"d", Path::new("d")).expect("copied");
+        let below = below.expect("a directory");
+        let file = Path::new("d/file");
+        assert!(copy.entry(&below, c"file", file).expect("copied").is_none());
+        assert!(to.join(file).exists());
+        for _ in 0..2 {
+            copy.forget(&level, Path::new("d")).expect("removed");
+            assert!(!to.join("d").exists());
+        }
+        let link = Path::new("link");
+        assert!(copy.entry(&level, c"link", link).expect("copied").is_none());
+        assert_eq!(fs::read(to.join(link)).expect("read"), b"text");
+        copy.forget(&level, link).expect("removed");
+        assert!(!to.join(link).exists());
     }
 }
