@@ -88,9 +88,10 @@ mgr stats period = 1
 osd data = {dir}/$type.$id
 osd objectstore = memstore
 memstore device bytes = 8589934592
-# By default a write in the middle of an object allocates all before it.
+# By default a write in the middle of an object allocates all before it. The page size is
+# about what a mapping of User-Mode Linux takes (tests/kernel/suite.sh).
 memstore page set = true
-memstore page size = 16384
+memstore page size = 65536
 # By default each placement group keeps 10000 entries, of 1 KiB, and 3000 requests.
 osd min pg log entries = 100
 osd max pg log entries = 200

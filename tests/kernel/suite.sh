@@ -69,7 +69,7 @@ export longest=600
 # How many tests may share a Ceph cluster. User-Mode Linux needs host mappings for the pages
 # of a process, and the host limits these to 65530 (vm.max_map_count): beyond that an OSD,
 # with its data in memory, hangs. The memory of one grows with every test.
-together=20
+together=10
 
 # Waits for the end of the tests' shared cluster, which no test uses any more. On the
 # machine's own kernel others may run.
