@@ -38,6 +38,8 @@ impl KmipServer {
             .args(["-W", "ignore", SCRIPT])
             .arg(dir.path())
             .env("HOME", dir.path())
+            // Its manager has a directory there.
+            .env("TMPDIR", dir.path())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(errors)
