@@ -305,7 +305,15 @@ impl Manager {
 
     async fn perform(&self, handle: &str, action: &Action) -> Result<(), Failed> {
         match action {
-            Action::Record(applied) => self.record(handle, (**applied).clone()).await,
+            Action::Record(applied) => {
+                let before = self.applied(handle).map(|before| before.desired.path);
+                if let Ok(before) = before
+                    && before != applied.desired.path
+                {
+                    self.unpublish(handle, before).await?;
+                }
+                self.record(handle, (**applied).clone()).await
+            }
             Action::Forget => {
                 let (records, of) = (self.records.clone(), handle.to_owned());
                 let forgotten = self
@@ -338,12 +346,10 @@ impl Manager {
                 Ok(())
             }
             Action::Grow(size) => self.grow(handle, *size).await,
-            Action::Unpublish(path) => {
-                let call = Call::Unpublish(path.clone());
-                self.submit(handle, call.into()).await?;
-                Ok(())
-            }
+            Action::Unpublish(path) => self.unpublish(handle, path.clone()).await,
             Action::Unstage => {
+                let path = self.applied(handle)?.desired.path;
+                self.unpublish(handle, path).await?;
                 let staging_path = self.staging_path(handle);
                 let call = Call::Unstage(staging_path.clone());
                 self.submit(handle, call.into()).await?;
@@ -356,6 +362,13 @@ impl Manager {
                 removed.map_err(Failed::io("remove its staging directory"))
             }
         }
+    }
+
+    /// Unmounts the volume there, and removes the mount point: also one that an agent left
+    /// which was killed between the two.
+    async fn unpublish(&self, handle: &str, path: PathBuf) -> Result<(), Failed> {
+        self.submit(handle, Call::Unpublish(path).into()).await?;
+        Ok(())
     }
 
     async fn grow(&self, handle: &str, size: Size) -> Result<(), Failed> {
