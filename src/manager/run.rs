@@ -28,7 +28,7 @@ use crate::{
     secret::Secrets,
     size::Size,
     volume::{
-        Cause, Listed, Node, Outcome,
+        Cause, Listed, Node,
         spec::{Call, Request},
     },
 };
@@ -336,14 +336,12 @@ impl Manager {
                     }
                 };
                 let call = Call::Stage(stage);
-                self.submit(handle, Request { call, secrets }).await?;
-                Ok(())
+                self.submit(handle, Request { call, secrets }).await
             }
             Action::Publish => {
                 let applied = self.applied(handle)?;
                 let publish = calls::publish(&self.node, handle, &applied.desired)?;
-                self.submit(handle, Call::Publish(publish).into()).await?;
-                Ok(())
+                self.submit(handle, Call::Publish(publish).into()).await
             }
             Action::Grow(size) => self.grow(handle, *size).await,
             Action::Unpublish(path) => self.unpublish(handle, path.clone()).await,
@@ -367,8 +365,7 @@ impl Manager {
     /// Unmounts the volume there, and removes the mount point: also one that an agent left
     /// which was killed between the two.
     async fn unpublish(&self, handle: &str, path: PathBuf) -> Result<(), Failed> {
-        self.submit(handle, Call::Unpublish(path).into()).await?;
-        Ok(())
+        self.submit(handle, Call::Unpublish(path).into()).await
     }
 
     async fn grow(&self, handle: &str, size: Size) -> Result<(), Failed> {
@@ -392,10 +389,10 @@ impl Manager {
 
     /// Makes a call, and waits for its end: however long it takes, nothing else is done for
     /// the volume meanwhile.
-    async fn submit(&self, handle: &str, request: Request) -> Result<Outcome, Failed> {
+    async fn submit(&self, handle: &str, request: Request) -> Result<(), Failed> {
         let node = Arc::clone(&self.node);
         let answer = node.submit(handle.to_owned(), request, Duration::MAX).await;
-        answer.map_err(|error| Failed {
+        answer.map(drop).map_err(|error| Failed {
             kind: error.kind(),
             error: error_chain(&error.cause),
         })

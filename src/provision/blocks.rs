@@ -44,8 +44,36 @@ pub trait SnapshotData {
     fn read(&self, at: u64, data: &mut [u8]) -> Result<(), ProvisionError>;
 }
 
+/// A page of what is asked for. `open` opens a snapshot by its handle: its data, and the handle
+/// of its volume.
+pub fn snapshot_blocks<D: SnapshotData>(
+    what: &BlockRequest,
+    open: impl Fn(&str) -> Result<(D, String), ProvisionError>,
+) -> Result<BlockPage, ProvisionError> {
+    let (target, source) = open(&what.snapshot)?;
+    let Some(handle) = &what.base else {
+        return page(&target, None, what);
+    };
+    let (base, source_of_base) = open(handle)?;
+    if source_of_base != source {
+        let (base, target) = (handle.clone(), what.snapshot.clone());
+        return Err(ProvisionError::OtherSource { base, target });
+    }
+    page(&target, Some(&base), what)
+}
+
+/// The part of a buffer for the data from `at` on that lies before the end, `bytes`. Fills the
+/// rest with zeros.
+pub fn before_end(data: &mut [u8], at: u64, bytes: u64) -> &mut [u8] {
+    let inside = bytes.saturating_sub(at);
+    let inside = usize::try_from(inside).map_or(data.len(), |inside| inside.min(data.len()));
+    let (inside, beyond) = data.split_at_mut(inside);
+    beyond.fill(0);
+    inside
+}
+
 /// A page of the blocks of `target`, or of what differs in it from `base`.
-pub fn page(
+fn page(
     target: &dyn SnapshotData,
     base: Option<&dyn SnapshotData>,
     what: &BlockRequest,

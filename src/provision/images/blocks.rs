@@ -10,7 +10,7 @@ use rustix::{
 use super::{
     super::{
         BlockPage, BlockRequest, ProvisionError,
-        blocks::{SnapshotData, page},
+        blocks::{self, SnapshotData, before_end},
     },
     ImageStore,
     catalogue::{EntryKind as _, failed},
@@ -22,8 +22,6 @@ struct FileData {
     file: File,
     path: PathBuf,
     bytes: u64,
-    /// The handle of its volume.
-    source: String,
 }
 
 impl FileData {
@@ -57,10 +55,7 @@ impl SnapshotData for FileData {
     }
 
     fn read(&self, at: u64, data: &mut [u8]) -> Result<(), ProvisionError> {
-        let inside = self.bytes.saturating_sub(at);
-        let inside = usize::try_from(inside).map_or(data.len(), |inside| inside.min(data.len()));
-        let (inside, beyond) = data.split_at_mut(inside);
-        beyond.fill(0);
+        let inside = before_end(data, at, self.bytes);
         let read = self.file.read_exact_at(inside, at);
         read.map_err(|error| failed("read", &self.path, error))
     }
@@ -68,19 +63,11 @@ impl SnapshotData for FileData {
 
 impl ImageStore {
     pub(super) fn snapshot_blocks(&self, what: &BlockRequest) -> Result<BlockPage, ProvisionError> {
-        let target = self.file_data(&what.snapshot)?;
-        let Some(handle) = &what.base else {
-            return page(&target, None, what);
-        };
-        let base = self.file_data(handle)?;
-        if base.source != target.source {
-            let (base, target) = (handle.clone(), what.snapshot.clone());
-            return Err(ProvisionError::OtherSource { base, target });
-        }
-        page(&target, Some(&base), what)
+        blocks::snapshot_blocks(what, |handle| self.file_data(handle))
     }
 
-    fn file_data(&self, handle: &str) -> Result<FileData, ProvisionError> {
+    /// The file of a snapshot, and the handle of its volume.
+    fn file_data(&self, handle: &str) -> Result<(FileData, String), ProvisionError> {
         let (pool, entry) = self.find_snapshot(handle)?;
         let path = SnapshotDetail::image(pool, entry.id);
         let file = File::open(&path).map_err(|error| failed("open", &path, error))?;
@@ -88,11 +75,6 @@ impl ImageStore {
         let bytes = metadata
             .map_err(|error| failed("look at", &path, error))?
             .len();
-        Ok(FileData {
-            file,
-            path,
-            bytes,
-            source: entry.detail.source,
-        })
+        Ok((FileData { file, path, bytes }, entry.detail.source))
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{
     super::{
         BlockPage, BlockRequest, ProvisionError,
-        blocks::{SnapshotData, page},
+        blocks::{self, SnapshotData, before_end},
     },
     RbdStore,
     error::RbdError,
@@ -20,8 +20,6 @@ use crate::{
 struct ImageData {
     image: Image,
     bytes: u64,
-    /// The handle of its volume.
-    source: String,
 }
 
 impl SnapshotData for ImageData {
@@ -38,10 +36,7 @@ impl SnapshotData for ImageData {
     }
 
     fn read(&self, at: u64, data: &mut [u8]) -> Result<(), ProvisionError> {
-        let inside = self.bytes.saturating_sub(at);
-        let inside = usize::try_from(inside).map_or(data.len(), |inside| inside.min(data.len()));
-        let (inside, beyond) = data.split_at_mut(inside);
-        beyond.fill(0);
+        let inside = before_end(data, at, self.bytes);
         if inside.is_empty() {
             return Ok(());
         }
@@ -51,29 +46,22 @@ impl SnapshotData for ImageData {
 
 impl RbdStore {
     pub(super) fn snapshot_blocks(&self, what: &BlockRequest) -> Result<BlockPage, ProvisionError> {
-        let target = self.image_data(&what.snapshot, &what.secrets)?;
-        let Some(handle) = &what.base else {
-            return page(&target, None, what);
-        };
-        let base = self.image_data(handle, &what.secrets)?;
-        if base.source != target.source {
-            let (base, target) = (handle.clone(), what.snapshot.clone());
-            return Err(ProvisionError::OtherSource { base, target });
-        }
-        page(&target, Some(&base), what)
+        blocks::snapshot_blocks(what, |handle| self.image_data(handle, &what.secrets))
     }
 
-    fn image_data(&self, handle: &str, secrets: &Secrets) -> Result<ImageData, ProvisionError> {
+    /// The image of a snapshot, and the handle of its volume.
+    fn image_data(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<(ImageData, String), ProvisionError> {
         let found = self.snapshot(handle, secrets)?;
         let image = match found.open(OpenMode::ReadOnly) {
             Err(RbdError::Lost { handle, .. }) => return Err(ProvisionError::NoSnapshot(handle)),
             image => image?,
         };
         let shown = show_snapshot(&found)?;
-        Ok(ImageData {
-            image,
-            bytes: shown.bytes,
-            source: shown.source,
-        })
+        let bytes = shown.bytes;
+        Ok((ImageData { image, bytes }, shown.source))
     }
 }
