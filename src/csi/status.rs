@@ -20,14 +20,14 @@ use crate::volume;
 #[cfg(feature = "controller")]
 impl From<provision::ProvisionError> for Status {
     fn from(error: provision::ProvisionError) -> Self {
-        Self::new(code(error.kind()), error_chain(&error))
+        status(error.kind(), &error)
     }
 }
 
 #[cfg(feature = "node")]
 impl From<&volume::VolumeError> for Status {
     fn from(error: &volume::VolumeError) -> Self {
-        Self::new(code(error.kind()), error_chain(error))
+        status(error.kind(), error)
     }
 }
 
@@ -35,8 +35,28 @@ impl From<&volume::VolumeError> for Status {
 #[cfg(feature = "node")]
 impl From<&volume::Cause> for Status {
     fn from(cause: &volume::Cause) -> Self {
-        Self::new(code(cause.kind()), error_chain(cause))
+        status(cause.kind(), cause)
     }
+}
+
+/// The status of a failed call.
+#[cfg(any(feature = "node", feature = "controller"))]
+fn status(kind: Kind, error: &dyn std::error::Error) -> Status {
+    Status::new(code(kind), shortened(error_chain(error)))
+}
+
+/// A message that reaches the caller: it travels in a header, three bytes for one that is
+/// not ASCII, and clients refuse headers of more than 16 KiB. Paths that a pod made are
+/// what may be so long.
+#[cfg(any(feature = "node", feature = "controller"))]
+fn shortened(mut message: String) -> String {
+    const MOST_BYTES: usize = 4096;
+    if message.len() > MOST_BYTES {
+        let begin = message.floor_char_boundary(MOST_BYTES / 2);
+        let end = message.ceil_char_boundary(message.len() - MOST_BYTES / 2);
+        message.replace_range(begin..end, " … ");
+    }
+    message
 }
 
 /// The code of a failed call.
@@ -62,6 +82,17 @@ fn code(kind: Kind) -> Code {
 mod tests {
     use super::*;
     use crate::fs::grow::GrowError;
+
+    #[test]
+    fn a_long_message_keeps_its_begin_and_its_end() {
+        let message = |middle: &str| format!("cannot copy {middle}: no space");
+        let short = message(&"ä".repeat(2000));
+        assert_eq!(shortened(short.clone()), short);
+        let long = shortened(message(&"ä".repeat(5000)));
+        assert!(long.len() <= 4096 + " … ".len(), "{}", long.len());
+        assert!(long.starts_with("cannot copy ä") && long.ends_with("ä: no space"));
+        assert_eq!(long.matches(" … ").count(), 1);
+    }
 
     #[test]
     fn growth_that_needs_an_operator_is_failed_precondition() {

@@ -32,6 +32,7 @@ mod export;
 mod handle;
 mod making;
 mod records;
+mod removal;
 mod snapshots;
 mod tree;
 

@@ -2,18 +2,20 @@
 //! share for writing, and a pod may put a symlink wherever it can write.
 
 use std::{
+    ffi::{CStr, CString},
     fs, io,
     os::fd::AsRawFd as _,
     path::{Path, PathBuf},
 };
 
 use rustix::{
-    fd::{AsFd as _, OwnedFd},
-    fs::{Mode, OFlags, RenameFlags, ResolveFlags, mkdirat, openat2, renameat, renameat_with},
+    fd::{AsFd, OwnedFd},
+    fs::{
+        Dir, Mode, OFlags, RenameFlags, ResolveFlags, mkdirat, openat, openat2, renameat,
+        renameat_with,
+    },
     io::Errno,
 };
-
-use crate::Done;
 
 const BELOW: ResolveFlags = ResolveFlags::BENEATH
     .union(ResolveFlags::NO_SYMLINKS)
@@ -60,13 +62,25 @@ pub fn sync(dir: &OwnedFd) -> io::Result<()> {
     fs::File::from(opened).sync_all()
 }
 
-/// Removes the directory of that name with its content.
-pub fn remove(at: &OwnedFd, name: impl AsRef<Path>) -> io::Result<Done> {
-    // Follows no symlink, neither here nor below.
-    match fs::remove_dir_all(path_of(at, name)) {
-        Ok(()) => Ok(Done::Now),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Done::Already),
-        Err(error) => Err(error),
+/// Opens a directory to read its entries.
+pub fn open_dir(at: impl AsFd, name: &CStr) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    openat(at, name, flags, Mode::empty())
+}
+
+/// The next entry but `.` and `..`.
+pub fn next_name(dir: &mut Dir) -> rustix::io::Result<Option<CString>> {
+    loop {
+        match dir.read() {
+            None => return Ok(None),
+            Some(entry) => {
+                let entry = entry?;
+                let name = entry.file_name();
+                if name != c"." && name != c".." {
+                    return Ok(Some(name.to_owned()));
+                }
+            }
+        }
     }
 }
 

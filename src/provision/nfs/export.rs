@@ -14,7 +14,10 @@ use rustix::{
     io::Errno,
 };
 
-use super::below::{self, absent_is_none, split, walk};
+use super::{
+    below::{self, absent_is_none, split, walk},
+    removal,
+};
 use crate::{Done, nfs::Directory};
 
 /// `--nfs-export`: `SERVER:/SHARE=DIR[,mounted]`.
@@ -119,7 +122,7 @@ impl NfsExport {
 
     /// Removes what was set aside, with its content.
     pub fn remove(&self, aside: &str) -> io::Result<Done> {
-        below::remove(&self.open()?, aside)
+        removal::remove(&self.open()?, aside)
     }
 
     /// Renames the directory to `archived-…`, which must not be there.

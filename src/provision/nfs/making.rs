@@ -17,7 +17,7 @@ use rustix::{
 
 use super::{
     below::{self, path_of},
-    records,
+    records, removal,
 };
 use crate::{Done, crash_point, pool::draft};
 
@@ -65,7 +65,7 @@ impl<'s> DirectoryDraft<'s> {
         if below::has(&self.dir, NEW)? {
             records::remove(self.share, &self.record)?;
             crash_point();
-            let _ = below::remove(&self.dir, NEW)?;
+            let _ = removal::remove(&self.dir, NEW)?;
         }
         Ok(())
     }

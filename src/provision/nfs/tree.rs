@@ -4,11 +4,13 @@
 //! Each file is copied by reference where the file system can do that, else its data. Pods
 //! may write meanwhile, so a copy shows no single point in time, and what vanishes during
 //! the copy is left out. They may also put a symlink or a device where a file was: entries
-//! are opened by descriptors of their parents, and only regular files for reading.
+//! are opened by descriptors of their parents, and only regular files for reading. They may
+//! nest directories until no process has the descriptors for all of them: a copy of paths
+//! longer than programs can use fails.
 
 use std::{
     collections::{HashMap, HashSet},
-    ffi::{CStr, CString, OsStr},
+    ffi::{CStr, OsStr},
     fs::File,
     io,
     os::{fd::AsRawFd as _, unix::ffi::OsStrExt as _},
@@ -26,7 +28,10 @@ use rustix::{
     io::Errno,
 };
 
-use super::below;
+use super::{
+    below::{self, next_name, open_dir},
+    removal,
+};
 use crate::{
     crash_point,
     provision::{copy, images::RunningCopy},
@@ -93,12 +98,15 @@ impl LinkedFile {
 pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
     let mut size = TreeSize::default();
     let mut linked = HashSet::new();
-    let mut levels = vec![Dir::new(open_dir(from.as_fd(), c".")?)?];
-    while let Some(level) = levels.last_mut() {
+    // With the lengths of their paths.
+    let mut levels = vec![(Dir::new(open_dir(from.as_fd(), c".")?)?, 0)];
+    while let Some((level, length)) = levels.last_mut() {
         let Some(name) = unless_gone(next_name(level))?.flatten() else {
             levels.pop();
             continue;
         };
+        let length = *length + 1 + name.count_bytes();
+        refuse_longer_path(length)?;
         let at = level.fd()?;
         let Some(stat) = unless_gone(statat(at, &name, AtFlags::SYMLINK_NOFOLLOW))? else {
             continue;
@@ -114,11 +122,11 @@ pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
         }
         size.allocated += u64::try_from(stat.st_blocks).unwrap_or(0) * 512;
         if kind == FileType::RegularFile {
-            size.bytes += length(&stat);
+            size.bytes += u64::try_from(stat.st_size).unwrap_or(0);
         } else if kind == FileType::Directory
             && let Some(opened) = unless_gone(open_dir(at, &name).and_then(Dir::new))?
         {
-            levels.push(opened);
+            levels.push((opened, length));
         }
     }
     Ok(size)
@@ -154,7 +162,8 @@ pub fn copy(from: &OwnedFd, to: &OwnedFd, running: &RunningCopy) -> Result<(), T
         crash_point();
         running.report();
         let path = level.path.join(OsStr::from_bytes(name.to_bytes()));
-        match copy.entry(level, &name, &path) {
+        let entry = refuse_longer_path(path.as_os_str().len());
+        match entry.and_then(|()| copy.entry(level, &name, &path)) {
             Ok(None) => {}
             Ok(Some(below)) => levels.push(TreeLevel { path, ..below }),
             Err(source) => return Err(TreeError { path, source }),
@@ -234,7 +243,7 @@ impl<'c> TreeCopy<'c> {
         let name = path.file_name().expect("an entry has a name");
         match unlinkat(&level.to, name, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
-            Err(Errno::ISDIR) => below::remove(&level.to, name).map(drop),
+            Err(Errno::ISDIR) => removal::remove(&level.to, name).map(drop),
             Err(errno) => Err(errno.into()),
         }
     }
@@ -398,27 +407,6 @@ fn times(stat: &Stat) -> Timestamps {
     }
 }
 
-/// The next entry but `.` and `..`.
-fn next_name(dir: &mut Dir) -> rustix::io::Result<Option<CString>> {
-    loop {
-        match dir.read() {
-            None => return Ok(None),
-            Some(entry) => {
-                let entry = entry?;
-                let name = entry.file_name();
-                if name != c"." && name != c".." {
-                    return Ok(Some(name.to_owned()));
-                }
-            }
-        }
-    }
-}
-
-fn open_dir(at: BorrowedFd<'_>, name: &CStr) -> rustix::io::Result<OwnedFd> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    openat(at, name, flags, Mode::empty())
-}
-
 /// Opens a regular file for reading.
 fn reopen(file: &OwnedFd) -> rustix::io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
@@ -443,9 +431,17 @@ fn is_stale(error: &io::Error) -> bool {
     Errno::from_io_error(error) == Some(Errno::STALE)
 }
 
-fn length(stat: &Stat) -> u64 {
-    u64::try_from(stat.st_size).unwrap_or(0)
+/// Fails for a path of `length` bytes that system calls do not take.
+fn refuse_longer_path(length: usize) -> io::Result<()> {
+    if length < PATH_MAX {
+        return Ok(());
+    }
+    let why = format!("a path in it has more than {PATH_MAX} bytes");
+    Err(io::Error::new(io::ErrorKind::InvalidFilename, why))
 }
+
+/// The most bytes of a path, with the null byte at its end (linux/limits.h).
+const PATH_MAX: usize = 4096;
 
 #[cfg(test)]
 mod tests {
@@ -459,7 +455,10 @@ mod tests {
     use rustix::fs::{CWD, getxattr, setxattr};
 
     use super::*;
-    use crate::provision::images::{Copies, CopyKind, CopyTarget};
+    use crate::{
+        Done,
+        provision::images::{Copies, CopyKind, CopyTarget},
+    };
 
     fn opened(dir: &Path) -> OwnedFd {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -591,6 +590,28 @@ mod tests {
         let error = copied(&from, &to).expect_err("it is there");
         assert_eq!(error.path, Path::new("d"));
         assert_eq!(error.source.kind(), io::ErrorKind::AlreadyExists);
+    }
+
+    #[test]
+    fn a_path_longer_than_a_path_may_be_is_refused() {
+        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
+        let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+        fs::create_dir(&from).expect("made");
+        fs::create_dir(&to).expect("made");
+        let mut at = opened(&from);
+        for _ in 0..=PATH_MAX / 2 {
+            mkdirat(&at, c"d", Mode::RWXU).expect("made");
+            at = open_dir(at.as_fd(), c"d").expect("opened");
+        }
+        let (source, target) = (opened(&from), opened(&to));
+        let measured = measure(&source).expect_err("it is too deep");
+        assert_eq!(measured.kind(), io::ErrorKind::InvalidFilename);
+        let copied = copy(&source, &target, &running(0)).expect_err("it is too deep");
+        assert_eq!(copied.source.kind(), io::ErrorKind::InvalidFilename);
+        for name in ["from", "to"] {
+            let removed = removal::remove(&opened(dir.path()), name);
+            assert_eq!(removed.expect("removed"), Done::Now);
+        }
     }
 
     #[test]
