@@ -52,9 +52,12 @@ fn status(kind: Kind, error: &dyn std::error::Error) -> Status {
 fn shortened(mut message: String) -> String {
     const MOST_BYTES: usize = 4096;
     if message.len() > MOST_BYTES {
-        let begin = message.floor_char_boundary(MOST_BYTES / 2);
-        let end = message.ceil_char_boundary(message.len() - MOST_BYTES / 2);
-        message.replace_range(begin..end, " … ");
+        let is_boundary = |at: &usize| message.is_char_boundary(*at);
+        let begin = (0..MOST_BYTES / 2).rev().find(is_boundary);
+        let end = (message.len() - MOST_BYTES / 2..message.len()).find(is_boundary);
+        if let (Some(begin), Some(end)) = (begin, end) {
+            message.replace_range(begin..end, " … ");
+        }
     }
     message
 }
