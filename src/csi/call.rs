@@ -33,9 +33,9 @@ pub async fn observed<T>(
         let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
         let took = timer.answered(code_name(code));
         match &answer {
-            Ok(_) => tracing::debug!(micros = took.as_micros(), "answered"),
+            Ok(_) => tracing::debug!(micros = logs::micros(took), "answered"),
             Err(status) => tracing::warn!(
-                micros = took.as_micros(),
+                micros = logs::micros(took),
                 code = code_name(code),
                 error = status.message(),
                 "answered with an error"

@@ -24,7 +24,7 @@ use std::{
     time::Duration,
 };
 
-use tracing::{Level, Span, Subscriber, level_filters::LevelFilter};
+use tracing::{Level, Span, Subscriber, field, level_filters::LevelFilter};
 use tracing_subscriber::{
     filter::Targets,
     fmt::{self, MakeWriter},
@@ -111,16 +111,37 @@ fn log_panic(panic: &PanicHookInfo<'_>) {
     }
 }
 
+/// A time for a field of a line, as the number that JSON has for it: of 128 bits it would
+/// be a string there.
+pub fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
 /// The span of one call, to `.instrument` its future with. `volume_id` may be empty.
 pub fn call_span(method: &'static str, volume_id: &str) -> Span {
     // Error level: the fields must be present at every configured level.
-    tracing::span!(
+    let span = tracing::span!(
         Level::ERROR,
         "call",
         request_id = %request_id(),
         method,
-        volume_id
-    )
+        request_name = field::Empty,
+        volume_id = field::Empty
+    );
+    if !volume_id.is_empty() {
+        span.record("volume_id", volume_id);
+    }
+    span
+}
+
+/// Adds the name that the current call gives to what it creates.
+pub fn record_name(name: &str) {
+    Span::current().record("request_name", name);
+}
+
+/// Adds the id of the volume that the current call created.
+pub fn record_volume_id(volume_id: &str) {
+    Span::current().record("volume_id", volume_id);
 }
 
 /// Eight hexadecimal digits, unique among four billion calls.
@@ -220,7 +241,8 @@ mod tests {
     fn a_line_deep_inside_a_call_carries_its_fields() {
         let body = || {
             call_span("NodeStageVolume", "vol-1").in_scope(|| {
-                tracing::info_span!("mount").in_scope(|| tracing::warn!(tries = 2, "busy"));
+                let micros = micros(Duration::from_micros(7));
+                tracing::info_span!("mount").in_scope(|| tracing::warn!(micros, "busy"));
             });
         };
         let text = written(LogFormat::Text, "warn", body);
@@ -233,11 +255,39 @@ mod tests {
         let line: serde_json::Value =
             serde_json::from_str(&written(LogFormat::Json, "warn", body)).unwrap();
         assert_eq!(line["message"], "busy");
-        assert_eq!(line["tries"], 2);
+        assert_eq!(line["micros"], 7);
         let call = &line["spans"][0];
         assert_eq!(call["method"], "NodeStageVolume");
         assert_eq!(call["volume_id"], "vol-1");
         assert_eq!(call["request_id"].as_str().unwrap().len(), 8);
+        assert!(call.get("request_name").is_none(), "{line}");
+    }
+
+    #[test]
+    fn a_call_that_creates_has_the_name_and_then_the_id() {
+        let body = || {
+            call_span("CreateVolume", "").in_scope(|| {
+                record_name("pvc-1");
+                tracing::warn!("busy");
+                record_volume_id("vol-1");
+                tracing::warn!("answered");
+            });
+        };
+        let lines = written(LogFormat::Json, "warn", body);
+        let lines: Vec<serde_json::Value> = lines
+            .lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect();
+        let call = |line: usize| &lines[line]["spans"][0];
+        assert_eq!(call(0)["request_name"], "pvc-1");
+        assert!(call(0).get("volume_id").is_none(), "{}", lines[0]);
+        assert_eq!(call(1)["request_name"], "pvc-1");
+        assert_eq!(call(1)["volume_id"], "vol-1");
+        let text = written(LogFormat::Text, "warn", body);
+        assert!(
+            text.contains(r#"request_name="pvc-1" volume_id="vol-1""#),
+            "{text}"
+        );
     }
 
     #[test]

@@ -322,7 +322,7 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
         endpoint = %options.endpoint,
-        micros = begun.elapsed().as_micros(),
+        micros = logs::micros(begun.elapsed()),
         "serving"
     );
     serve_until_shutdown(listeners, routes, addons, node).await

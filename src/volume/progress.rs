@@ -12,7 +12,7 @@ use crate::{
     device::Source,
     hold_point,
     lane::{self, Lanes},
-    observe::metrics,
+    observe::{logs, metrics},
 };
 
 /// The step that a call is in. Clones share it: the runtime thread and the volume's lane
@@ -160,7 +160,7 @@ impl Progress {
             call = self.call,
             step = name,
             failed,
-            micros = took.as_micros(),
+            micros = logs::micros(took),
             "step"
         );
     }

@@ -7,6 +7,7 @@ use super::{
     Controller, answered, taken,
 };
 use crate::{
+    observe::logs,
     proto::csi::{
         self as wire, GroupControllerServiceCapability, group_controller_server::GroupController,
         group_controller_service_capability as capability,
@@ -50,8 +51,8 @@ impl GroupController for Controller {
         request: Request<wire::CreateVolumeGroupSnapshotRequest>,
     ) -> Result<Response<wire::CreateVolumeGroupSnapshotResponse>, Status> {
         let (request, within) = taken(request);
-        let name = request.name.clone();
-        answered("CreateVolumeGroupSnapshot", &name, within, async {
+        answered("CreateVolumeGroupSnapshot", "", within, async {
+            logs::record_name(&request.name);
             required("name", &request.name)?;
             if request.source_volume_ids.is_empty() {
                 return Err(invalid("source_volume_ids", "is required"));

@@ -12,6 +12,7 @@ use super::{
     Controller, listing,
 };
 use crate::{
+    observe::logs,
     proto::csi::{
         self as wire, ControllerServiceCapability, controller_server,
         controller_service_capability as capability,
@@ -87,9 +88,11 @@ impl controller_server::Controller for Controller {
         request: Request<wire::CreateVolumeRequest>,
     ) -> Result<Response<wire::CreateVolumeResponse>, Status> {
         let (request, within) = taken(request);
-        let name = request.name.clone();
-        answered("CreateVolume", &name, within, async {
-            let volume = Some(Box::pin(self.create(request)).await?);
+        answered("CreateVolume", "", within, async {
+            logs::record_name(&request.name);
+            let volume = Box::pin(self.create(request)).await?;
+            logs::record_volume_id(&volume.volume_id);
+            let volume = Some(volume);
             Ok(wire::CreateVolumeResponse { volume })
         })
         .await
@@ -249,6 +252,7 @@ impl controller_server::Controller for Controller {
         let (request, within) = taken(request);
         let source = request.source_volume_id;
         answered("CreateSnapshot", &source, within, async {
+            logs::record_name(&request.name);
             required("source_volume_id", &source)?;
             required("name", &request.name)?;
             validate::secrets(&request.secrets)?;
