@@ -1,15 +1,24 @@
 # Sourced by the demos: prints what they do.
 # shellcheck shell=bash
 
-title() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+# styled SGR TEXT: in a style on a terminal, plain in a file or a pipe.
+styled() {
+  if [[ -t 1 && -z ${NO_COLOR:-} ]]; then
+    printf '\033[%sm%s\033[0m\n' "$1" "$2"
+  else
+    printf '%s\n' "$2"
+  fi
+}
+
+title() { echo && styled 1 "== $*"; }
 
 # Prints a command, runs it, prints the time that it took. Returns its exit code.
 show() {
-  local start=${EPOCHREALTIME/./} code=0
-  printf '\033[36m$ %s\033[0m\n' "$*"
+  local start=${EPOCHREALTIME/./} code=0 took
+  styled 36 "\$ $*"
   "$@" || code=$?
-  printf '\033[2m  (%d.%03d ms)\033[0m\n' \
-    $(((${EPOCHREALTIME/./} - start) / 1000)) $(((${EPOCHREALTIME/./} - start) % 1000))
+  took=$((${EPOCHREALTIME/./} - start))
+  styled 2 "$(printf '  (%d.%03d ms)' $((took / 1000)) $((took % 1000)))"
   return "$code"
 }
 
