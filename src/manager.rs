@@ -14,6 +14,8 @@ mod calls;
 pub mod desired;
 pub mod directory;
 #[cfg(feature = "node")]
+mod dry_run;
+#[cfg(feature = "node")]
 mod list;
 #[cfg(feature = "node")]
 mod plan;
@@ -30,6 +32,6 @@ mod state;
 mod table;
 
 #[cfg(feature = "node")]
-pub use list::WantedState;
+pub use list::{PlannedState, WantedState};
 #[cfg(feature = "node")]
 pub use run::Manager;

@@ -1,4 +1,4 @@
-//! `wanted`, `wait`, `apply`, `remove`: the volumes that files ask for.
+//! `wanted`, `plan`, `wait`, `apply`, `remove`: the volumes that files ask for.
 
 use std::{
     fs,
@@ -20,7 +20,7 @@ use crate::{
         desired,
         directory::{VolumesDir, name_of},
     },
-    proto::admin::{ListWantedVolumesRequest, WantedVolume},
+    proto::admin::{ListWantedVolumesRequest, PlanVolumesRequest, PlannedVolume, WantedVolume},
 };
 
 /// Lists the volumes that files ask for, and how far each is
@@ -84,6 +84,87 @@ impl Answer for WantedAnswer {
         });
         table(
             ["NAME", "STATE", "PATH", "WHAT"],
+            rows,
+            "no file asks for a volume",
+        )
+    }
+}
+
+/// Shows what the agent would do for each volume, and why; changes nothing
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Without files: what is left to do with the agent's directory as it is now. With files:
+what `uringctl apply` of these would lead to. The plan foresees no failure: volumes that
+a process uses, for one, stay until it ends.
+
+Examples:
+  uringctl plan
+  uringctl plan data.toml
+  uringctl plan --json | jq '.volumes[] | select(.state != \"ready\")'")]
+pub struct Plan {
+    /// Files, NAME.toml, that are not in the directory yet, or differ from those there
+    files: Vec<PathBuf>,
+}
+
+/// What would be done.
+#[derive(Debug, Serialize)]
+pub struct PlanAnswer {
+    volumes: Vec<PlanRow>,
+}
+
+#[derive(Debug, Serialize)]
+struct PlanRow {
+    name: String,
+    volume_id: String,
+    path: String,
+    state: String,
+    actions: Vec<String>,
+    reason: String,
+}
+
+impl Plan {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<PlanAnswer, CliError> {
+        let files = self.files.iter().map(|path| read(path));
+        let request = PlanVolumesRequest {
+            files: files.collect::<Result<_, _>>()?,
+        };
+        let answer = context
+            .admin("plan the volumes", request, async |mut client, request| {
+                client.plan_volumes(request).await
+            })
+            .await?;
+        let row = |volume: PlannedVolume| PlanRow {
+            name: volume.name,
+            volume_id: volume.volume_id,
+            path: volume.path,
+            state: volume.state,
+            actions: volume.actions,
+            reason: volume.reason,
+        };
+        Ok(PlanAnswer {
+            volumes: answer.volumes.into_iter().map(row).collect(),
+        })
+    }
+}
+
+impl Answer for PlanAnswer {
+    fn text(&self) -> String {
+        let rows = self.volumes.iter().map(|volume| {
+            let actions = match &*volume.state {
+                "ready" => "nothing".to_owned(),
+                state if volume.actions.is_empty() => format!("nothing: {state}"),
+                _ => volume.actions.join(", "),
+            };
+            [
+                volume.name.clone(),
+                volume.path.clone(),
+                actions,
+                volume.reason.clone(),
+            ]
+        });
+        table(
+            ["NAME", "PATH", "WOULD", "BECAUSE"],
             rows,
             "no file asks for a volume",
         )

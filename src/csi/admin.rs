@@ -1,7 +1,7 @@
 //! The node agent's own service, on the same socket as CSI: the operator's calls that CSI
 //! does not define.
 
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 use tonic::{Request, Response, Status};
 
@@ -12,12 +12,13 @@ use super::{
 use crate::{
     device::Source,
     fs::FsType,
-    manager::{Manager, WantedState},
+    manager::{Manager, PlannedState, WantedState},
     observe::Readiness,
     proto::admin::{
         FormatVolumeRequest, FormatVolumeResponse, GetAgentInfoRequest, GetAgentInfoResponse,
         HeldVolume, ListHeldVolumesRequest, ListHeldVolumesResponse, ListWantedVolumesRequest,
-        ListWantedVolumesResponse, Target, WantedVolume, node_admin_server::NodeAdmin,
+        ListWantedVolumesResponse, PlanVolumesRequest, PlanVolumesResponse, PlannedVolume, Target,
+        WantedVolume, node_admin_server::NodeAdmin,
     },
     volume::{
         Cause, Config, Listed, NodeHandle, Outcome,
@@ -54,17 +55,32 @@ impl AdminService {
     }
 
     async fn wanted(&self) -> Result<ListWantedVolumesResponse, Status> {
-        let manager = self.manager.clone().ok_or_else(|| {
-            Status::failed_precondition("the node agent runs without --volumes: it manages none")
-        })?;
-        let listed = (self.node)
-            .run(move |_| async move { manager.list().await })
-            .await
-            .ok_or_else(|| Status::unavailable("the node agent is shutting down"))?;
-        let listed = listed.map_err(|error| Status::unavailable(error.to_string()))?;
+        let listed = self.managed(async |manager| manager.list().await).await?;
         Ok(ListWantedVolumesResponse {
             volumes: listed.into_iter().map(wanted).collect(),
         })
+    }
+
+    async fn plan(&self, request: PlanVolumesRequest) -> Result<PlanVolumesResponse, Status> {
+        let files = request.files.into_iter().collect();
+        let planned = self.managed(async move |manager| manager.dry_run(files).await);
+        Ok(PlanVolumesResponse {
+            volumes: planned.await?.into_iter().map(planned_volume).collect(),
+        })
+    }
+
+    /// Asks the volume manager.
+    async fn managed<T: Send + 'static>(
+        &self,
+        ask: impl AsyncFnOnce(Arc<Manager>) -> io::Result<T> + Send + 'static,
+    ) -> Result<T, Status> {
+        let manager = self.manager.clone().ok_or_else(|| {
+            Status::failed_precondition("the node agent runs without --volumes: it manages none")
+        })?;
+        let answer = self.node.run(move |_| ask(manager)).await;
+        let answer =
+            answer.ok_or_else(|| Status::unavailable("the node agent is shutting down"))?;
+        answer.map_err(|error| Status::unavailable(error.to_string()))
     }
 
     async fn format(
@@ -141,6 +157,13 @@ impl NodeAdmin for AdminService {
         observed("ListWantedVolumes", "", self.wanted()).await
     }
 
+    async fn plan_volumes(
+        &self,
+        request: Request<PlanVolumesRequest>,
+    ) -> Result<Response<PlanVolumesResponse>, Status> {
+        observed("PlanVolumes", "", self.plan(request.into_inner())).await
+    }
+
     async fn get_agent_info(
         &self,
         _: Request<GetAgentInfoRequest>,
@@ -168,6 +191,17 @@ fn wanted(volume: WantedState) -> WantedVolume {
         detail: volume.detail,
         age_ms: volume.age.as_millis().try_into().unwrap_or(u64::MAX),
         is_wanted: volume.is_wanted,
+    }
+}
+
+fn planned_volume(volume: PlannedState) -> PlannedVolume {
+    PlannedVolume {
+        name: volume.name,
+        volume_id: volume.handle,
+        path: volume.path.display().to_string(),
+        state: volume.state.to_owned(),
+        actions: volume.actions,
+        reason: volume.reason,
     }
 }
 

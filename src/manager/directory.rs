@@ -112,6 +112,11 @@ impl DirectoryContent {
         names.filter(differs).cloned().collect()
     }
 
+    /// Takes this text as that of the file of this name.
+    pub fn replace(&mut self, name: String, text: String) {
+        self.files.insert(name, Ok(text));
+    }
+
     /// What the files ask for, by name.
     pub fn parse(&self) -> BTreeMap<String, Result<Desired, BadDesired>> {
         let parse = |(name, text): (&String, &Result<String, String>)| {

@@ -1,7 +1,7 @@
 //! The listing for operators: what is wanted, and how far it is.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     io,
     path::PathBuf,
     sync::Arc,
@@ -10,8 +10,9 @@ use std::{
 
 use super::{
     directory::DirectoryContent,
+    dry_run::dry_run,
     run::Manager,
-    state::{BAD, CHANGING},
+    state::{BAD, BLOCKED, CHANGING, READY},
 };
 
 /// How long a listing waits for the directory.
@@ -35,19 +36,79 @@ pub struct WantedState {
     pub is_wanted: bool,
 }
 
+/// A volume as `uringctl plan` shows it.
+#[derive(Clone, Debug)]
+pub struct PlannedState {
+    /// The name of its file.
+    pub name: String,
+    /// Its handle; empty where the file asks for no volume.
+    pub handle: String,
+    pub path: PathBuf,
+    /// ready, changing, blocked or bad.
+    pub state: &'static str,
+    /// What would be done, in this order.
+    pub actions: Vec<String>,
+    pub reason: String,
+}
+
 impl Manager {
+    /// What would be done with the directory as it is now, if these files were in it, too.
+    pub async fn dry_run(&self, files: BTreeMap<String, String>) -> io::Result<Vec<PlannedState>> {
+        let unreadable = |error: io::Error| {
+            let path = self.directory.path().display();
+            io::Error::new(error.kind(), format!("cannot read {path}: {error}"))
+        };
+        let mut content = self.read_in_time().await?.map_err(unreadable)?;
+        for (name, text) in files {
+            content.replace(name, text);
+        }
+        let applied = self.state().applied.clone();
+        let table = self.desired(&content, &applied);
+        let actual = self.actual(applied.clone()).await?;
+        let mut rows: Vec<_> = dry_run(&table, &actual)
+            .into_iter()
+            .map(|(handle, run)| {
+                let wanted = table.volumes.get(&handle);
+                let of = wanted.map(|wanted| (&wanted.name, &wanted.desired));
+                let applied = applied.get(&handle);
+                let of = of.or_else(|| applied.map(|it| (&it.name, &it.desired)));
+                let (name, path) = of
+                    .map(|(name, desired)| (name.clone(), desired.path.clone()))
+                    .unwrap_or_default();
+                let (state, reason) = match &run.blocked {
+                    Some(why) => (BLOCKED, format!("{}; {why}", run.reason)),
+                    None if run.actions.is_empty() => (READY, run.reason),
+                    None => (CHANGING, run.reason),
+                };
+                let actions = run.actions.iter().map(ToString::to_string).collect();
+                PlannedState {
+                    name,
+                    handle,
+                    path,
+                    state,
+                    actions,
+                    reason,
+                }
+            })
+            .collect();
+        for (name, error) in &table.bad {
+            rows.push(PlannedState {
+                name: name.clone(),
+                handle: String::new(),
+                path: PathBuf::new(),
+                state: BAD,
+                actions: Vec::new(),
+                reason: error.to_string(),
+            });
+        }
+        rows.sort_by(|a, b| (&a.name, &a.handle).cmp(&(&b.name, &b.handle)));
+        Ok(rows)
+    }
+
     /// Every volume that a file asks for, or that is still to go, and every file that asks for
     /// none.
     pub async fn list(&self) -> io::Result<Vec<WantedState>> {
-        if !self.state().is_loaded {
-            return Err(io::Error::other(
-                "the volume manager has not read its records",
-            ));
-        }
-        let path = self.directory.path().display();
-        let late = |_| io::Error::other(format!("{path} does not answer"));
-        let read = tokio::time::timeout(READ_WITHIN, self.read()).await;
-        let read = read.map_err(late)?;
+        let read = self.read_in_time().await?;
         let (plan, actual) = self.plan().await?;
         let now = Instant::now();
         let state = self.state();
@@ -104,7 +165,18 @@ impl Manager {
         Ok(rows)
     }
 
-    /// What is in the directory now.
+    /// What is in the directory now, if it answers in time.
+    async fn read_in_time(&self) -> io::Result<io::Result<DirectoryContent>> {
+        if !self.state().is_loaded {
+            return Err(io::Error::other(
+                "the volume manager has not read its records",
+            ));
+        }
+        let read = tokio::time::timeout(READ_WITHIN, self.read()).await;
+        let path = self.directory.path().display();
+        read.map_err(|_| io::Error::other(format!("{path} does not answer")))
+    }
+
     async fn read(&self) -> io::Result<DirectoryContent> {
         let permit = Arc::clone(&self.reads).acquire_owned().await;
         let directory = self.directory.clone();

@@ -124,7 +124,7 @@ pub enum Next {
 }
 
 /// The next step towards `wanted`; `None`: the volume is wanted no more.
-pub fn next(wanted: Option<&WantedFile>, actual: &Actual) -> Next {
+fn next(wanted: Option<&WantedFile>, actual: &Actual) -> Next {
     let Some(applied) = &actual.applied else {
         return match (&actual.presence, wanted) {
             (Presence::Absent, Some(wanted)) => record(wanted, None),
@@ -269,6 +269,30 @@ pub struct Plan {
     pub due: Option<Instant>,
 }
 
+/// The names of all files that were applied.
+pub fn applied_names(actual: &BTreeMap<String, Actual>) -> BTreeSet<&str> {
+    (actual.values())
+        .filter_map(|actual| Some(&*actual.applied.as_ref()?.name))
+        .collect()
+}
+
+/// The next step of a volume for which `wanted` asks; without a file it may be wanted
+/// nevertheless. `names`: of all files that were applied.
+pub fn next_of(
+    desired: &DesiredTable,
+    names: &BTreeSet<&str>,
+    wanted: Option<&WantedFile>,
+    actual: &Actual,
+) -> Next {
+    match (&actual.applied, wanted) {
+        (Some(applied), None) => match desired.doubt(&applied.name, names) {
+            Some(why) => Next::Blocked(Blocked::Doubted(why)),
+            None => next(None, actual),
+        },
+        _ => next(wanted, actual),
+    }
+}
+
 /// Plans the next step of each volume. A volume has one action at a time.
 pub fn plan(
     desired: &DesiredTable,
@@ -276,22 +300,13 @@ pub fn plan(
     attempts: &BTreeMap<String, Unfinished>,
     now: Instant,
 ) -> Plan {
-    let names: BTreeSet<_> = (actual.values())
-        .filter_map(|actual| Some(&*actual.applied.as_ref()?.name))
-        .collect();
+    let names = applied_names(actual);
     let mut plan = Plan::default();
     let absent = Actual::default();
     let handles: BTreeSet<_> = desired.volumes.keys().chain(actual.keys()).collect();
     for handle in handles {
         let actual = actual.get(handle).unwrap_or(&absent);
-        let wanted = desired.volumes.get(handle);
-        let next = match (&actual.applied, wanted) {
-            (Some(applied), None) => match desired.doubt(&applied.name, &names) {
-                Some(why) => Next::Blocked(Blocked::Doubted(why)),
-                None => next(None, actual),
-            },
-            _ => next(wanted, actual),
-        };
+        let next = next_of(desired, &names, desired.volumes.get(handle), actual);
         match (next, attempts.get(handle)) {
             (next, Some(Unfinished::Running(_))) => {
                 plan.waiting.insert(handle.clone(), next);

@@ -144,35 +144,44 @@ impl Manager {
 
     /// Takes what is in the directory as the desired state.
     fn take(&self, content: io::Result<DirectoryContent>) {
-        let path = self.directory.path().display();
         let mut state = self.state();
         match content {
             Err(error) => {
+                let path = self.directory.path().display();
                 tracing::error!(directory = %path, %error, "cannot read the directory of volumes; they stay as they are");
                 state.desired.incomplete = Some(format!("{path} cannot be read: {error}"));
             }
             Ok(content) => {
-                let incomplete = (!content.has_marker).then(|| {
-                    format!("{path} has no file {MARKER}, without which nothing is undone")
-                });
-                if let Some(why) = &incomplete {
+                state.desired = self.desired(&content, &state.applied);
+                if let Some(why) = &state.desired.incomplete {
                     tracing::warn!("{why}");
                 }
-                let files = content.parse().into_iter().map(|(name, file)| {
-                    let file = file.and_then(|desired| calls::check(&self.node, &name, desired));
-                    if let Err(error) = &file {
-                        tracing::error!(file = %format_args!("{name}.toml"), %error, "cannot use a file; its volume stays as it is");
-                    }
-                    (name, file)
-                });
-                let files = files.collect();
-                let applied = (state.applied.iter()).map(|(handle, it)| it.as_file(handle));
-                state.desired = DesiredTable::of(files, incomplete, &applied.collect());
+                for (name, error) in &state.desired.bad {
+                    tracing::error!(file = %format_args!("{name}.toml"), %error, "cannot use a file; its volume stays as it is");
+                }
                 state.content = Some(content);
             }
         }
         drop(state);
         self.changed.notify_one();
+    }
+
+    /// The desired state that these files ask for.
+    pub(super) fn desired(
+        &self,
+        content: &DirectoryContent,
+        applied: &BTreeMap<String, Applied>,
+    ) -> DesiredTable {
+        let incomplete = (!content.has_marker).then(|| {
+            let path = self.directory.path().display();
+            format!("{path} has no file {MARKER}, without which nothing is undone")
+        });
+        let files = content.parse().into_iter().map(|(name, file)| {
+            let file = file.and_then(|desired| calls::check(&self.node, &name, desired));
+            (name, file)
+        });
+        let applied = applied.iter().map(|(handle, it)| it.as_file(handle));
+        DesiredTable::of(files.collect(), incomplete, &applied.collect())
     }
 
     /// Begins what is to be done now. Answers when the next repeat of a failed action is due.
@@ -223,7 +232,7 @@ impl Manager {
     }
 
     /// The volumes of this node.
-    async fn actual(
+    pub(super) async fn actual(
         &self,
         applied: BTreeMap<String, Applied>,
     ) -> io::Result<BTreeMap<String, Actual>> {

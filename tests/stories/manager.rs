@@ -118,8 +118,24 @@ fn a_file_asks_for_a_volume() {
             ),
         )
         .unwrap();
-        machine.operator.json(&["apply", file.to_str().unwrap()]);
+        let file = file.to_str().unwrap();
+        let plan = |args: &[&str]| {
+            let planned = machine.operator.json(&[&["plan"], args].concat());
+            let volumes = planned["volumes"].as_array().expect("volumes");
+            volumes.first().cloned().unwrap_or_default()
+        };
+        let new = plan(&[file]);
+        assert_eq!(new["reason"], "data.toml asks for it");
+        let actions = ["take over data.toml", "attach and mount", "publish"];
+        assert_eq!(new["actions"], Value::from(actions.to_vec()));
+        assert_eq!(plan(&[]), Value::Null, "nothing was written");
+        machine.operator.json(&["apply", file]);
         machine.wait("data", "mounted");
+        let (ready, actions) = (plan(&[]), plan(&[])["actions"].clone());
+        assert_eq!(
+            (&ready["state"], actions),
+            (&"ready".into(), Value::Array(Vec::new()))
+        );
         let root = fs::metadata(&path).unwrap();
         let access = (root.uid(), root.gid(), root.mode() & 0o7777);
         assert_eq!(access, (999, 998, 0o750));

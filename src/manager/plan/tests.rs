@@ -5,7 +5,10 @@ use std::path::Path;
 use proptest::{collection, prelude::*, sample};
 
 use super::{
-    super::desired::{BadDesired, DesiredAccess},
+    super::{
+        desired::{BadDesired, DesiredAccess},
+        dry_run::dry_run,
+    },
     *,
 };
 
@@ -132,8 +135,10 @@ impl World {
 
     /// Begins every planned action.
     fn begin(&mut self) {
+        let runs = dry_run(&self.table(), &self.actual());
         for (handle, action) in self.plan().actions {
             self.check(&handle, &action);
+            assert_eq!(runs[&handle].actions.first(), Some(&action));
             self.attempts.insert(handle, Unfinished::Running(action));
         }
     }
@@ -411,11 +416,17 @@ fn only(world: &World) -> Action {
 fn a_volume_comes_and_goes_step_by_step() {
     let mut world = World::new();
     world.happen(Event::Write("a", desired("v1", "/m/1", "noatime", Some(2))));
-    let mut done = Vec::new();
+    let (mut done, mut foreseen) = (Vec::new(), Vec::new());
     for present in [true, false] {
         if !present {
             world.happen(Event::Remove("a"));
         }
+        let run = dry_run(&world.table(), &world.actual())
+            .remove("v1")
+            .unwrap();
+        let why = ["no file asks for it", "a.toml asks for it"];
+        assert_eq!(run.reason, why[usize::from(present)]);
+        foreseen.extend(run.actions.iter().map(ToString::to_string));
         while !world.plan().actions.is_empty() {
             done.push(only(&world).to_string());
             world.begin();
@@ -432,6 +443,44 @@ fn a_volume_comes_and_goes_step_by_step() {
         "forget",
     ];
     assert_eq!(done, expected);
+    assert_eq!(foreseen, expected);
+}
+
+#[test]
+fn a_dry_run_says_what_changed() {
+    let mut world = mounted();
+    let run = |world: &World| {
+        dry_run(&world.table(), &world.actual())
+            .remove("v1")
+            .unwrap()
+    };
+    let ready = run(&world);
+    assert!(
+        ready.actions.is_empty() && ready.blocked.is_none(),
+        "{ready:?}"
+    );
+    world.happen(Event::Write("a", desired("v1", "/m/2", "sync", Some(4))));
+    let changed = run(&world);
+    assert_eq!(changed.reason, "a.toml changed: mount, path, size");
+    let actions: Vec<_> = changed.actions.iter().map(ToString::to_string).collect();
+    let expected = [
+        "unmount from /m/1",
+        "unmount and detach",
+        "take over a.toml",
+        "attach and mount",
+        "publish",
+        "grow to 4",
+    ];
+    assert_eq!(actions, expected);
+    world.happen(Event::Publish("v1", "/m/4"));
+    let used = run(&world);
+    assert_eq!(used.blocked, Some(Blocked::Used("/m/4".into())));
+    assert!(used.actions.is_empty(), "{used:?}");
+    world.happen(Event::Write("a", desired("v1", "/m/1", "noatime", Some(2))));
+    world.happen(Event::Unmount("/m/1"));
+    let gone = run(&world);
+    assert_eq!(gone.reason, "it is not mounted at /m/1");
+    assert_eq!(gone.actions, [Action::Publish]);
 }
 
 #[test]
