@@ -32,6 +32,7 @@ use crate::{
     ring::{self, RuntimeHandle, probe::Prober},
 };
 
+mod appearance;
 mod attach;
 mod claims;
 mod conditions;
@@ -68,6 +69,7 @@ mod unpublish;
 mod unstage;
 mod watch;
 
+pub use appearance::Appearance;
 pub use error::{Cause, VolumeError};
 pub use health::{ConditionReason, Severity};
 pub use heartbeat::Heartbeat;

@@ -202,8 +202,8 @@ fn tear_down(applied: &Applied, presence: &Presence) -> Next {
 /// The last action of a volume, if it did not succeed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unfinished {
-    /// It has not ended.
-    Running(Action),
+    /// It has not ended. With the failure before it.
+    Running(Action, Option<Failure>),
     Failed(Failure),
 }
 
@@ -216,6 +216,12 @@ pub struct Failure {
     pub times: u32,
     /// When it is repeated.
     pub repeat: Instant,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cannot {}: {}", self.action, self.error)
+    }
 }
 
 impl Failure {
@@ -308,7 +314,7 @@ pub fn plan(
         let actual = actual.get(handle).unwrap_or(&absent);
         let next = next_of(desired, &names, desired.volumes.get(handle), actual);
         match (next, attempts.get(handle)) {
-            (next, Some(Unfinished::Running(_))) => {
+            (next, Some(Unfinished::Running(..))) => {
                 plan.waiting.insert(handle.clone(), next);
             }
             (Next::Act(action), Some(Unfinished::Failed(failure)))

@@ -1,7 +1,7 @@
 //! The manager's loop: looks at what is there, plans, and makes the calls.
 
 use std::{
-    collections::{BTreeMap, HashSet},
+    collections::BTreeMap,
     fmt, io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -22,13 +22,12 @@ use super::{
 use crate::{
     Kind, error_chain,
     lane::Lanes,
-    mount::table,
     observe::metrics,
     ring,
     secret::Secrets,
     size::Size,
     volume::{
-        Cause, Listed, Node,
+        Appearance, Cause, Node,
         spec::{Call, Request},
     },
 };
@@ -195,8 +194,14 @@ impl Manager {
         };
         self.note_unsettled(&plan);
         for (handle, action) in plan.actions {
-            let running = Unfinished::Running(action.clone());
-            let earlier = self.state().attempts.insert(handle.clone(), running);
+            let mut state = self.state();
+            let earlier = match state.attempts.remove(&handle) {
+                Some(Unfinished::Failed(failure)) => Some(failure),
+                _ => None,
+            };
+            let running = Unfinished::Running(action.clone(), earlier.clone());
+            state.attempts.insert(handle.clone(), running);
+            drop(state);
             let manager = Arc::clone(self);
             ring::spawn(async move { manager.act(handle, action, earlier).await });
         }
@@ -236,10 +241,7 @@ impl Manager {
         &self,
         applied: BTreeMap<String, Applied>,
     ) -> io::Result<BTreeMap<String, Actual>> {
-        let listed = Arc::clone(&self.node).list(Duration::MAX).await;
-        let listed = listed.map_err(io::Error::other)?;
-        let mounts = self.lanes.run("", "look", table::list).await?;
-        let mounts: HashSet<_> = mounts.into_iter().map(|entry| entry.mount_point).collect();
+        let appearances = Arc::clone(&self.node).appearances().await?;
         let mut actual: BTreeMap<_, _> = (applied.into_iter())
             .map(|(handle, applied)| {
                 let applied = Some(applied);
@@ -247,8 +249,8 @@ impl Manager {
                 (handle, Actual { applied, presence })
             })
             .collect();
-        for volume in listed {
-            let presence = self.presence(&volume, &mounts);
+        for volume in appearances {
+            let presence = self.presence(&volume);
             if presence != Presence::Absent {
                 actual.entry(volume.volume_id).or_default().presence = presence;
             }
@@ -256,8 +258,8 @@ impl Manager {
         Ok(actual)
     }
 
-    /// Whether and by whom a volume is on this node, by its record and the mount table.
-    fn presence(&self, volume: &Listed, mounts: &HashSet<PathBuf>) -> Presence {
+    /// Whether and by whom a volume is on this node.
+    fn presence(&self, volume: &Appearance) -> Presence {
         let at = &volume.staging_path;
         if at.as_os_str().is_empty() {
             return Presence::Absent;
@@ -265,11 +267,9 @@ impl Manager {
         if *at != self.staging_path(&volume.volume_id) {
             return Presence::Foreign(at.clone());
         }
-        let is_there = volume.access == "block" || mounts.iter().any(|path| path.starts_with(at));
-        let targets = volume.targets.keys().filter(|path| mounts.contains(*path));
         Presence::Managed {
-            staged: volume.state == "staged" && is_there,
-            targets: targets.cloned().collect(),
+            staged: volume.is_staged,
+            targets: volume.targets.clone(),
         }
     }
 
@@ -279,7 +279,7 @@ impl Manager {
     }
 
     /// Does one action, and notes how it ended.
-    async fn act(self: Arc<Self>, handle: String, action: Action, earlier: Option<Unfinished>) {
+    async fn act(self: Arc<Self>, handle: String, action: Action, earlier: Option<Failure>) {
         let name = self.name_of(&handle);
         let done = self.perform(&handle, &action).await;
         let mut state = self.state();
@@ -289,11 +289,7 @@ impl Manager {
                 state.attempts.remove(&handle);
             }
             Err(Failed { kind, error }) => {
-                let earlier = match &earlier {
-                    Some(Unfinished::Failed(failure)) => Some(failure),
-                    _ => None,
-                };
-                let failure = Failure::new(action, kind, error, earlier, Instant::now());
+                let failure = Failure::new(action, kind, error, earlier.as_ref(), Instant::now());
                 // Repeats are many.
                 if failure.times.is_power_of_two() {
                     tracing::error!(

@@ -7,7 +7,7 @@ use std::{
 
 use super::{
     directory::DirectoryContent,
-    plan::{Applied, Next, Plan, Unfinished},
+    plan::{Action, Applied, Next, Plan, Unfinished},
     table::DesiredTable,
 };
 
@@ -39,20 +39,29 @@ impl ManagerState {
     /// The state of a volume, and what there is to say about it.
     pub fn describe(&self, plan: &Plan, handle: &str) -> (&'static str, String) {
         let action = plan.actions.get(handle).cloned().map(Next::Act);
-        match (
-            self.attempts.get(handle),
-            action.as_ref().or(plan.waiting.get(handle)),
-        ) {
-            (Some(Unfinished::Failed(failure)), Some(Next::Act(action)))
-                if failure.action == *action =>
-            {
-                (FAILED, format!("cannot {action}: {}", failure.error))
+        let next = action.as_ref().or(plan.waiting.get(handle));
+        let (running, failure) = match self.attempts.get(handle) {
+            Some(Unfinished::Running(action, failure)) => (Some(action), failure.as_ref()),
+            Some(Unfinished::Failed(failure)) => (None, Some(failure)),
+            None => (None, None),
+        };
+        let planned = match next {
+            Some(Next::Act(action)) => Some(action),
+            _ => None,
+        };
+        let now = running.or(planned);
+        let failure = failure.filter(|failure| Some(&failure.action) == now);
+        match (now, failure) {
+            // All that is missing is that it is larger.
+            (Some(Action::Grow(_)), Some(failure)) if now == planned => {
+                (READY, failure.to_string())
             }
-            (Some(Unfinished::Running(action)), _) | (_, Some(Next::Act(action))) => {
-                (CHANGING, action.to_string())
-            }
-            (_, Some(Next::Blocked(why))) => (BLOCKED, why.to_string()),
-            (_, Some(Next::Done) | None) => (READY, String::new()),
+            (Some(_), Some(failure)) if running.is_none() => (FAILED, failure.to_string()),
+            (Some(action), _) => (CHANGING, action.to_string()),
+            (None, _) => match next {
+                Some(Next::Blocked(why)) => (BLOCKED, why.to_string()),
+                _ => (READY, String::new()),
+            },
         }
     }
 
@@ -70,5 +79,41 @@ impl ManagerState {
             *counts.entry(shown).or_default() += 1;
         }
         counts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::plan::Failure, *};
+    use crate::Kind;
+
+    #[test]
+    fn only_a_failed_growth_leaves_a_volume_ready() {
+        let plan = |action: &Action| Plan {
+            actions: BTreeMap::from([("v".to_owned(), action.clone())]),
+            ..Plan::default()
+        };
+        let grow = Action::Grow("2Gi".parse().unwrap());
+        for (action, is_ready) in [(grow, true), (Action::Publish, false)] {
+            let text = "no room".to_owned();
+            let failure = Failure::new(action.clone(), Kind::Exhausted, text, None, Instant::now());
+            let state_of = |attempt: Option<Unfinished>| {
+                let attempts = attempt.map(|attempt| ("v".to_owned(), attempt));
+                let state = ManagerState {
+                    attempts: attempts.into_iter().collect(),
+                    ..ManagerState::default()
+                };
+                state.describe(&plan(&action), "v")
+            };
+            assert_eq!(state_of(None), (CHANGING, action.to_string()));
+            let first = Unfinished::Running(action.clone(), None);
+            assert_eq!(state_of(Some(first)).0, CHANGING);
+            let failed = state_of(Some(Unfinished::Failed(failure.clone())));
+            assert_eq!(failed.0, if is_ready { READY } else { FAILED });
+            assert_eq!(failed.1, format!("cannot {action}: no room"));
+            let repeated = Unfinished::Running(action.clone(), Some(failure));
+            let expected = if is_ready { READY } else { CHANGING };
+            assert_eq!(state_of(Some(repeated)).0, expected);
+        }
     }
 }

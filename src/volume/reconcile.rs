@@ -21,7 +21,9 @@ use futures_util::{StreamExt as _, stream};
 use tokio::sync::Notify;
 
 use super::{
-    Node, VolumeError, claims,
+    Node, VolumeError,
+    appearance::is_node_of,
+    claims,
     context::{Context, OnLane},
     error::Cause,
     layout,
@@ -344,10 +346,8 @@ fn targets<'a>(
                     && entry.root == Path::new("/")
                     && !is_kubelets(&entry.mount_point, "volume-subpaths")
             }
-            // devtmpfs' root is /dev.
             Use::Block => {
-                entry.fs_type == "devtmpfs"
-                    && entry.root.file_name() == device.node.file_name()
+                is_node_of(entry, &device.node)
                     && (!is_kubelets(&entry.mount_point, "volumeDevices")
                         || is_kubelets(&entry.mount_point, "publish"))
             }

@@ -275,6 +275,31 @@ fn a_raw_volume_is_a_device_at_a_path() {
     });
 }
 
+#[test]
+fn a_mount_of_others_at_its_path_is_not_the_volume() {
+    story(async |sandbox| {
+        let machine = Machine::start(sandbox).await;
+        image(sandbox, "data");
+        let path = machine.path("data");
+        let text = path.to_str().unwrap();
+        machine.write("data", &machine.file("data", "mount", ""));
+        machine.wait("data", "mounted");
+        run(&["mount", "-t", "tmpfs", "others", text]);
+        fs::write(path.join("theirs"), "").unwrap();
+        machine
+            .wait_for("data", "failed", "something else is mounted")
+            .await;
+        machine.remove("data");
+        machine
+            .wait_for("data", "failed", "cannot unmount and detach")
+            .await;
+        assert!(path.join("theirs").exists());
+        run(&["umount", text]);
+        machine.wait("data", "gone");
+        machine.node.assert_clean().await;
+    });
+}
+
 /// Kills the agent at one of its steps, while files come, change and go.
 #[test]
 fn an_agent_that_is_killed_continues() {

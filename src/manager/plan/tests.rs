@@ -139,7 +139,8 @@ impl World {
         for (handle, action) in self.plan().actions {
             self.check(&handle, &action);
             assert_eq!(runs[&handle].actions.first(), Some(&action));
-            self.attempts.insert(handle, Unfinished::Running(action));
+            self.attempts
+                .insert(handle, Unfinished::Running(action, None));
         }
     }
 
@@ -147,7 +148,7 @@ impl World {
     fn check(&self, handle: &str, action: &Action) {
         let running = self.attempts.get(handle);
         assert!(
-            !matches!(running, Some(Unfinished::Running(_))),
+            !matches!(running, Some(Unfinished::Running(..))),
             "two at once"
         );
         let applied = self.applied.get(handle);
@@ -185,7 +186,7 @@ impl World {
 
     /// Ends a running action.
     fn end(&mut self, handle: &str, fault: Fault) {
-        let Some(Unfinished::Running(action)) = self.attempts.get(handle).cloned() else {
+        let Some(Unfinished::Running(action, _)) = self.attempts.get(handle).cloned() else {
             return;
         };
         let (kind, done) = match fault {
