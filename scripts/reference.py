@@ -78,19 +78,16 @@ def flags(program):
     return table(["flag", "meaning", "default", "variable"], rows)
 
 
-def commands():
+def commands(*above):
     """The help of each of uringctl's commands, without the options that all have."""
-    names = re.search(r"Commands:\n(.*?)\n\n", help_of("uringctl"), re.DOTALL)[1]
-    for name in re.findall(r"^  ([a-z]+) ", names, re.MULTILINE):
-        if name == "help":
-            continue
-        text = help_of("uringctl", name, flag="-h")
-        yield f"## uringctl {name}\n", text
-        below = re.search(r"Commands:\n(.*?)\n\n", text, re.DOTALL)
-        for inner in re.findall(r"^  ([a-z]+) ", below[1] if below else "", re.MULTILINE):
-            if inner != "help":
-                text = help_of("uringctl", name, inner, flag="-h")
-                yield f"### uringctl {name} {inner}\n", text
+    text = help_of("uringctl", *above, flag="-h" if above else "--help")
+    below = re.search(r"Commands:\n(.*?)\n\n", text, re.DOTALL)
+    for name in re.findall(r"^  ([a-z]+) ", below[1] if below else "", re.MULTILINE):
+        if name != "help":
+            path = [*above, name]
+            head = "#" * min(len(path) + 1, 3)
+            yield f"{head} uringctl {' '.join(path)}\n", help_of("uringctl", *path, flag="-h")
+            yield from commands(*path)
 
 
 def uringctl():

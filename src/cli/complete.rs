@@ -12,7 +12,6 @@ use clap_complete::{
 use tokio::time::timeout;
 
 use super::{Cli, context::Context, resolve::name_of};
-use crate::proto::csi::ListSnapshotsRequest;
 
 /// By this variable the script of a shell asks for completions.
 const VARIABLE: &str = "URING_CSI_COMPLETE";
@@ -62,6 +61,7 @@ fn completed(arg: Arg) -> Arg {
     match arg.get_id().as_str() {
         "volume" | "volumes" | "source" | "from_volume" => arg.add(volumes()),
         "snapshots" | "from_snapshot" => arg.add(snapshots()),
+        "groups" => arg.add(group_snapshots()),
         // Another one takes the pool's directory, too.
         "pool"
             if arg
@@ -105,18 +105,21 @@ async fn held(context: &Context) -> Vec<String> {
 /// Snapshots, by their ids, which are all that they have.
 fn snapshots() -> ArgValueCompleter {
     completer(async |context| {
-        let request = ListSnapshotsRequest {
-            secrets: context.secrets.to_wire(),
-            ..Default::default()
-        };
-        let listed = context
-            .controller("list snapshots", request, async |mut client, request| {
-                client.list_snapshots(request).await
-            })
-            .await;
-        let entries = listed.map(|page| page.entries).unwrap_or_default();
-        let snapshots = entries.into_iter().filter_map(|entry| entry.snapshot);
+        let listed = context.list_snapshots("").await;
+        let (snapshots, _) = listed.unwrap_or_default();
+        let snapshots = snapshots.into_iter();
         snapshots.map(|snapshot| snapshot.snapshot_id).collect()
+    })
+}
+
+/// Group snapshots, by the same.
+fn group_snapshots() -> ArgValueCompleter {
+    completer(async |context| {
+        let listed = context.list_snapshots("").await;
+        let (snapshots, _) = listed.unwrap_or_default();
+        let groups = snapshots.into_iter().map(|one| one.group_snapshot_id);
+        let groups: BTreeSet<_> = groups.filter(|id| !id.is_empty()).collect();
+        groups.into_iter().collect()
     })
 }
 

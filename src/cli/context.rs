@@ -14,8 +14,8 @@ use crate::{
             orphan_admin_client::OrphanAdminClient,
         },
         csi::{
-            controller_client::ControllerClient, identity_client::IdentityClient,
-            node_client::NodeClient,
+            controller_client::ControllerClient, group_controller_client::GroupControllerClient,
+            identity_client::IdentityClient, node_client::NodeClient,
         },
         holder::holder_client::HolderClient,
     },
@@ -113,6 +113,10 @@ impl Context {
     service! {
         /// A call of CSI's Controller service.
         controller, controller_socket, ControllerClient
+    }
+    service! {
+        /// A call of CSI's GroupController service.
+        group_controller, controller_socket, GroupControllerClient
     }
     service! {
         /// A call of the controller's own service.

@@ -1,4 +1,4 @@
-//! `snapshot create|list|delete`.
+//! `snapshot create|list|delete`, and `snapshot group`.
 
 use std::collections::BTreeSet;
 
@@ -20,6 +20,10 @@ use crate::{
     size::human,
 };
 
+mod groups;
+
+use groups::{GroupAnswer, Groups};
+
 /// Takes, lists and deletes snapshots of volumes
 #[derive(Args, Debug)]
 pub struct Snapshots {
@@ -32,6 +36,7 @@ enum SnapshotCommand {
     Create(Create),
     List(List),
     Delete(Delete),
+    Group(Groups),
 }
 
 impl Snapshots {
@@ -41,6 +46,7 @@ impl Snapshots {
             SnapshotCommand::Create(create) => create.run(context).await,
             SnapshotCommand::List(list) => list.run(context).await,
             SnapshotCommand::Delete(delete) => delete.run(context).await,
+            SnapshotCommand::Group(groups) => groups.run(context).await,
         }
     }
 }
@@ -95,6 +101,14 @@ pub enum SnapshotsAnswer {
         #[serde(skip_serializing_if = "BTreeSet::is_empty")]
         omitted: BTreeSet<String>,
     },
+    /// Groups of them, listed.
+    Groups {
+        /// Each of them.
+        groups: Vec<GroupAnswer>,
+        /// What the list omits, in sentences.
+        #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+        omitted: BTreeSet<String>,
+    },
     /// Deleted.
     Deleted {
         /// Their ids.
@@ -106,7 +120,7 @@ impl SnapshotsAnswer {
     /// An error if a list is incomplete.
     pub fn require_complete(self) -> Result<(), CliError> {
         match self {
-            Self::Are { omitted, .. } if !omitted.is_empty() => {
+            Self::Are { omitted, .. } | Self::Groups { omitted, .. } if !omitted.is_empty() => {
                 Err(CliError::IncompleteList(omitted.into_iter().collect()))
             }
             _ => Ok(()),
@@ -195,7 +209,6 @@ impl List {
     async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
         // Only for their names: the list of snapshots has omissions of its own.
         let (volumes, _) = context.list_what_can_be_reached().await?;
-        let mut omitted = BTreeSet::new();
         let name = |id: &str| {
             volumes
                 .iter()
@@ -207,16 +220,42 @@ impl List {
             None => String::new(),
         };
         let copies = context.copies("snapshot").await;
-        let mut snapshots: Vec<SnapshotAnswer> = Vec::new();
+        let (listed, omitted) = context.list_snapshots(&source_volume_id).await?;
+        let answers = listed.into_iter().map(|snapshot| {
+            let source = name(&snapshot.source_volume_id);
+            SnapshotAnswer::new(snapshot, source)
+        });
+        let mut snapshots: Vec<SnapshotAnswer> = answers.collect();
+        // Some may be complete meanwhile.
+        let copies = copies.into_iter().filter(|copy| {
+            (source_volume_id.is_empty() || copy.source_id == source_volume_id)
+                && snapshots.iter().all(|one| one.snapshot_id != copy.id)
+        });
+        let copies: Vec<_> = copies.collect();
+        snapshots.extend(copies.into_iter().map(|copy| {
+            let source = name(&copy.source_id);
+            SnapshotAnswer::being_copied(copy, source)
+        }));
+        Ok(SnapshotsAnswer::Are { snapshots, omitted })
+    }
+}
+
+impl Context {
+    /// The snapshots of a volume, or all, and what the list omits, in sentences.
+    pub async fn list_snapshots(
+        &self,
+        source_volume_id: &str,
+    ) -> Result<(Vec<Snapshot>, BTreeSet<String>), CliError> {
+        let (mut snapshots, mut omitted) = (Vec::new(), BTreeSet::new());
         let mut starting_token = String::new();
         loop {
             let request = ListSnapshotsRequest {
                 starting_token,
-                source_volume_id: source_volume_id.clone(),
-                secrets: context.secrets.to_wire(),
+                source_volume_id: source_volume_id.to_owned(),
+                secrets: self.secrets.to_wire(),
                 ..Default::default()
             };
-            let page = context
+            let page = self
                 .controller(
                     "list snapshots",
                     request,
@@ -228,24 +267,10 @@ impl List {
                     },
                 )
                 .await?;
-            let page_snapshots = page.entries.into_iter().filter_map(|entry| entry.snapshot);
-            snapshots.extend(page_snapshots.map(|snapshot| {
-                let source = name(&snapshot.source_volume_id);
-                SnapshotAnswer::new(snapshot, source)
-            }));
+            snapshots.extend(page.entries.into_iter().filter_map(|entry| entry.snapshot));
             starting_token = page.next_token;
             if starting_token.is_empty() {
-                // Some may be complete meanwhile.
-                let copies = copies.into_iter().filter(|copy| {
-                    (source_volume_id.is_empty() || copy.source_id == source_volume_id)
-                        && snapshots.iter().all(|one| one.snapshot_id != copy.id)
-                });
-                let copies: Vec<_> = copies.collect();
-                snapshots.extend(copies.into_iter().map(|copy| {
-                    let source = name(&copy.source_id);
-                    SnapshotAnswer::being_copied(copy, source)
-                }));
-                return Ok(SnapshotsAnswer::Are { snapshots, omitted });
+                return Ok((snapshots, omitted));
             }
         }
     }
@@ -296,6 +321,7 @@ impl Answer for SnapshotsAnswer {
                 let header = ["VOLUME", "SIZE", "TAKEN", "READY", "ID"];
                 table(header, rows, "there are no snapshots")
             }
+            Self::Groups { groups, .. } => groups::rows(groups),
             Self::Deleted { deleted } => {
                 let lines: Vec<String> = deleted.iter().map(|id| format!("deleted {id}")).collect();
                 lines.join("\n")

@@ -56,6 +56,11 @@ pub enum ProvisionError {
     /// No such group snapshot.
     #[error("there is no group snapshot {0:?}")]
     NoGroupSnapshot(String),
+    /// The delete of a group snapshot has begun.
+    #[error(
+        "group snapshot {0:?} is being deleted, and some of its snapshots may remain; delete it again"
+    )]
+    GroupDeleting(String),
     /// The request names other snapshots than the group has.
     #[error("group snapshot {0:?} does not have the snapshots that the request names")]
     OtherMembers(String),
@@ -323,6 +328,7 @@ impl ProvisionError {
             | Self::WritersUnknown { .. }
             | Self::NoPointInTime { .. } => Kind::Precondition,
             Self::Busy(_)
+            | Self::GroupDeleting(_)
             | Self::BadToken(_)
             | Self::Claim(ClaimError::UsedByController { .. }) => Kind::InUse,
             Self::Corrupt { .. }

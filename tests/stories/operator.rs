@@ -12,7 +12,10 @@ use testkit::{
     eventually, program, refused, request, run, story,
 };
 use tonic::Code::{DeadlineExceeded, Unavailable};
-use uring_csi::proto::csi::{ListSnapshotsRequest, ListVolumesRequest};
+use uring_csi::proto::csi::{
+    CreateVolumeGroupSnapshotRequest, ListSnapshotsRequest, ListVolumesRequest,
+    group_controller_client::GroupControllerClient,
+};
 
 /// uringctl with the sockets of a story's agents.
 pub struct Operator {
@@ -192,6 +195,49 @@ fn an_incomplete_list_names_the_hung_pool() {
         let snapshot = snapshots["snapshots"][0]["snapshot_id"].as_str().unwrap();
         operator.json(&["snapshot", "delete", snapshot]);
         operator.json(&["delete", "here"]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn group_snapshots_are_listed_and_deleted() {
+    story(async |sandbox| {
+        let (node, controller, operator) = machine(sandbox).await;
+        operator.json(&["create", "v", "64Mi"]);
+        let other = operator.json(&["create", "other", "64Mi"]);
+        operator.json(&["snapshot", "create", "v", "alone"]);
+        let empty = operator.json(&["snapshot", "group", "list"]);
+        assert_eq!(empty["groups"], serde_json::json!([]));
+        let listed = operator.json(&["list"]);
+        let ids = listed["volumes"].as_array().unwrap().iter();
+        let ids = ids.map(|one| one["volume_id"].as_str().unwrap().to_owned());
+        let message = CreateVolumeGroupSnapshotRequest {
+            name: "both".to_owned(),
+            source_volume_ids: ids.collect(),
+            ..Default::default()
+        };
+        let mut client = GroupControllerClient::new(controller.channel());
+        let taken = client.create_volume_group_snapshot(message).await.unwrap();
+        let taken = taken.into_inner().group_snapshot.unwrap();
+        let groups = operator.json(&["snapshot", "group", "list"]);
+        assert_eq!(groups["groups"].as_array().unwrap().len(), 1, "{groups}");
+        let group = &groups["groups"][0];
+        assert_eq!(group["group_snapshot_id"], taken.group_snapshot_id);
+        assert_eq!(group["snapshot_ids"].as_array().unwrap().len(), 2);
+        let created = taken.creation_time.unwrap().seconds;
+        assert_eq!(group["creation_time"], created);
+        let (_, text, _) = operator.run(&["snapshot", "group", "list"]);
+        assert!(text.contains(&taken.group_snapshot_id), "{text}");
+        for _ in 0..2 {
+            operator.json(&["snapshot", "group", "delete", &taken.group_snapshot_id]);
+        }
+        let groups = operator.json(&["snapshot", "group", "list"]);
+        assert_eq!(groups["groups"], serde_json::json!([]));
+        let alone = operator.json(&["snapshot", "list"]);
+        assert_eq!(alone["snapshots"].as_array().unwrap().len(), 1);
+        let alone = alone["snapshots"][0]["snapshot_id"].as_str().unwrap();
+        operator.json(&["snapshot", "delete", alone]);
+        operator.json(&["delete", "v", other["volume_id"].as_str().unwrap()]);
         node.assert_clean().await;
     });
 }

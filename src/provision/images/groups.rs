@@ -300,9 +300,17 @@ impl ImageStore {
         let missing = || ProvisionError::NoGroupSnapshot(handle.to_owned());
         let parsed: GroupHandle = handle.parse().map_err(|_| missing())?;
         let pool = self.reach_group(&parsed, handle)?;
-        let entry = Groups::of(pool).ready(parsed.id())?.ok_or_else(missing)?;
+        let look = || match Groups::of(pool).get(parsed.id())? {
+            Some(entry) if entry.state == EntryState::Ready => Ok(entry),
+            Some(entry) if entry.state == EntryState::Deleting && entry.detail.created > 0 => {
+                Err(ProvisionError::GroupDeleting(handle.to_owned()))
+            }
+            _ => Err(missing()),
+        };
+        let entry = look()?;
         self.check_members(pool, handle, &entry, snapshots)?;
-        self.group_snapshot(pool, &entry)
+        // Its delete may have begun meanwhile.
+        (self.group_snapshot(pool, &entry)).or_else(|error| look().and(Err(error)))
     }
 
     /// Refuses a request that names other snapshots than the group has.

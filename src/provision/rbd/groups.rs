@@ -81,7 +81,7 @@ impl<'a> GroupClass<'a> {
 }
 
 /// The place of a group snapshot's entry.
-struct GroupPlace<'a> {
+pub struct GroupPlace<'a> {
     store: &'a RbdStore,
     link: ClusterConnection,
     /// The pool of the name and the entry.
@@ -146,7 +146,7 @@ impl RbdStore {
         }
     }
 
-    fn group_place<'a>(
+    pub(super) fn group_place<'a>(
         &'a self,
         link: ClusterConnection,
         pool: IoCtx,
@@ -221,13 +221,11 @@ impl RbdStore {
             uuid,
             pool_id: None,
         };
-        if place.abandon(&entry.name, reserved, Some(&entry))? {
-            return Ok(());
-        }
-        place.remove_members(&entry)?;
-        Ok((self.groups)
-            .forget(&place.pool, &place.pool, &entry.name, reserved)
-            .map_err(RbdError::from)?)
+        // Before its first member is removed: a delete that stops there can be repeated, and
+        // until then the group is not complete.
+        let marked = self.groups.mark_group_deleted(&place.pool, uuid);
+        marked.map_err(RbdError::from)?;
+        place.abandon(&entry.name, reserved, Some(&entry)).map(drop)
     }
 
     pub(super) fn get_group_snapshot(
@@ -238,11 +236,24 @@ impl RbdStore {
     ) -> Result<GroupSnapshotInfo, ProvisionError> {
         let none = || ProvisionError::NoGroupSnapshot(handle.to_owned());
         let (place, uuid, entry) = self.group(handle, secrets)?.ok_or_else(none)?;
+        if entry.is_being_deleted() {
+            return Err(ProvisionError::GroupDeleting(handle.to_owned()));
+        }
         if entry.state != CreateState::None {
             return Err(none());
         }
         check_members(handle, &entry, snapshots)?;
-        place.show(uuid, &entry)
+        place.show(uuid, &entry).or_else(|error| {
+            // Its delete may have begun meanwhile.
+            let now = self.groups.read_group(&place.pool, uuid);
+            match now.map_err(RbdError::from)? {
+                None => Err(none()),
+                Some(now) if now.is_being_deleted() => {
+                    Err(ProvisionError::GroupDeleting(handle.to_owned()))
+                }
+                Some(_) => Err(error),
+            }
+        })
     }
 
     /// The group snapshot of a handle.
@@ -370,7 +381,7 @@ impl GroupPlace<'_> {
     /// snapshots, the name and the entry last; false if it is complete. `known` is its entry,
     /// which another controller may have removed; none: it is read once it is abandoned, as
     /// it may be written until then.
-    fn abandon(
+    pub fn abandon(
         &self,
         name: &str,
         reserved: NameEntry,

@@ -1,7 +1,8 @@
 //! Orphans: what no volume and no snapshot refers to, or what one refers to and is gone.
 //!
 //! ```text
-//! incomplete   name → entry, no image id: its create was given up
+//! incomplete   name → entry, no image id: its create was given up; or the entry of a group
+//!              snapshot that is not complete (`groups`)
 //! nameless     the same entry, and no name leads to it
 //! name         name → no entry, no pool, or an entry of another name
 //! lost         name → entry → no image
@@ -51,6 +52,7 @@ use crate::{
     secret::Secrets,
 };
 
+mod groups;
 mod look;
 mod remove;
 
@@ -80,6 +82,21 @@ impl Named {
     }
 }
 
+/// The name of a group snapshot. Its entry is in the same pool.
+#[derive(Clone, Debug)]
+pub struct NamedGroup {
+    pool: IoCtx,
+    name: String,
+    reserved: NameEntry,
+}
+
+impl NamedGroup {
+    /// The lock of creates and deletes of that name.
+    fn lock(&self) -> String {
+        group_snapshot_named(&self.name)
+    }
+}
+
 /// What is in a cluster, in the namespace that is configured.
 pub struct Survey<'a> {
     store: &'a RbdStore,
@@ -89,6 +106,8 @@ pub struct Survey<'a> {
     /// Whether these are all.
     is_whole: bool,
     names: Vec<Named>,
+    /// The names of group snapshots.
+    groups: Vec<NamedGroup>,
     /// The entries that have a name.
     entered: HashSet<(i64, Uuid)>,
     /// The names of the images, by pool.
@@ -134,6 +153,7 @@ impl<'a> Survey<'a> {
             pools: Vec::new(),
             is_whole: true,
             names: Vec::new(),
+            groups: Vec::new(),
             entered: HashSet::new(),
             images: HashMap::new(),
             prefixes: KINDS
@@ -174,6 +194,20 @@ impl<'a> Survey<'a> {
                         Err(error) => self.omit(&format!("name {name:?} of pool {pool}"), error)?,
                     }
                 }
+            }
+        }
+        let (mut after, mut more) = (String::new(), true);
+        while more {
+            let names;
+            (names, more) = self.store.groups.page(pool, &after, BATCH)?;
+            for (name, reserved) in names {
+                after.clone_from(&name);
+                let pool = pool.clone();
+                self.groups.push(NamedGroup {
+                    pool,
+                    name,
+                    reserved,
+                });
             }
         }
         Ok(())
@@ -224,6 +258,11 @@ impl<'a> Survey<'a> {
             // Otherwise a create or delete of that name is under way here.
             if !self.store.names.is_held(&named.lock()) {
                 seen.push(self.look_at_name(&named));
+            }
+        }
+        for group in &self.groups {
+            if !self.store.names.is_held(&group.lock()) {
+                seen.push(self.look_at_group(group));
             }
         }
         for pool in &self.pools {

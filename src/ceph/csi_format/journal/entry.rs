@@ -120,7 +120,7 @@ pub enum CreateState {
     None,
     /// Begun: the image may be incomplete.
     UnderWay,
-    /// Never to be completed: its remains are to be removed.
+    /// Never to be completed, or of a group being deleted: its remains are to be removed.
     Abandoned,
 }
 

@@ -17,7 +17,10 @@ use super::{
     CreateState, Journal, JournalError, JournalKind, NameEntry,
     entry::{self, CREATE_STATE},
 };
-use crate::ceph::client::rados::{IoCtx, WriteOp};
+use crate::ceph::client::{
+    or_missing,
+    rados::{IoCtx, WriteOp},
+};
 
 const GROUP: &str = "csi.groupname";
 const CREATED: &str = "csi.creationtime";
@@ -33,8 +36,16 @@ pub struct GroupEntry {
     pub created: Option<SystemTime>,
     /// The names of its snapshots, by their handles.
     pub members: BTreeMap<String, String>,
-    /// The state of this driver's create.
+    /// The state of this driver's create. Abandoned, with the moment of its snapshots: a
+    /// complete group that is being deleted.
     pub state: CreateState,
+}
+
+impl GroupEntry {
+    /// Whether it was complete, and its delete is not.
+    pub fn is_being_deleted(&self) -> bool {
+        self.state == CreateState::Abandoned && self.created.is_some()
+    }
 }
 
 /// Of a journal of groups.
@@ -98,6 +109,14 @@ impl Journal {
             Err(error) if error.is_mismatch() || error.is_not_found() => Ok(false),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Marks a group snapshot as being deleted, complete or not: from then on it is abandoned.
+    pub fn mark_group_deleted(&self, pool: &IoCtx, uuid: Uuid) -> Result<(), JournalError> {
+        let op = WriteOp::new()
+            .assert_exists()
+            .set([(CREATE_STATE, CreateState::Abandoned.value())]);
+        Ok(or_missing(pool.operate(&self.object(uuid), &op))?)
     }
 }
 

@@ -150,3 +150,34 @@ async fn the_volumes_of_a_group_are_in_one_pool() {
     let refused = images.create_group_snapshot(group).await;
     assert_eq!(kind(refused), Kind::Precondition);
 }
+
+#[tokio::test]
+async fn a_group_snapshot_is_found_while_a_member_keeps_its_delete() {
+    let home = home();
+    let [one, two] = home.two().await;
+    let before = home.files();
+    let taken = home.group("both", &[&one, &two]).await.unwrap();
+    let members = taken.snapshots.iter().map(|one| one.handle.clone());
+    let members: Vec<_> = members.collect();
+    let id = &members[1][members[1].len() - 36..];
+    let image = home.pool().meta_path("snapshots").join(format!("{id}.img"));
+    // What is no file is not deleted.
+    let aside = image.with_extension("aside");
+    std::fs::rename(&image, &aside).unwrap();
+    std::fs::create_dir(&image).unwrap();
+    let refused = home.delete_group(&taken.handle, &members).await;
+    let refused = refused.unwrap_err().to_string();
+    assert!(refused.contains(id), "{refused}");
+    let get = || {
+        let handle = taken.handle.clone();
+        home.images.get_group_snapshot(handle, Vec::new(), none())
+    };
+    let found = get().await.unwrap_err();
+    assert_eq!(found.kind(), Kind::InUse, "{found}");
+    assert!(found.to_string().contains("delete it again"), "{found}");
+    std::fs::remove_dir(&image).unwrap();
+    std::fs::rename(&aside, &image).unwrap();
+    home.delete_group(&taken.handle, &members).await.unwrap();
+    assert_eq!(kind(get().await), Kind::NotFound);
+    assert_eq!(home.files(), before);
+}

@@ -11,7 +11,7 @@ use super::{
         left_snapshots::sort_snapshots,
         trash::Discarded,
     },
-    KINDS, Named, Survey,
+    KINDS, Named, NamedGroup, Survey,
 };
 use crate::ceph::{
     client::{
@@ -42,6 +42,8 @@ pub enum Subject {
     Image(String),
     /// A deleted image.
     Trashed(Discarded),
+    /// The name of a group snapshot, and its entry.
+    Group(NamedGroup),
 }
 
 /// How a caller deletes a volume or a snapshot of that handle.
@@ -49,7 +51,7 @@ fn delete_by(kind: JournalKind, handle: &str) -> String {
     match kind {
         JournalKind::Volume => format!("uringctl delete {handle}"),
         JournalKind::Snapshot => format!("uringctl snapshot delete {handle}"),
-        JournalKind::Group => format!("DeleteVolumeGroupSnapshot of {handle}"),
+        JournalKind::Group => format!("uringctl snapshot group delete {handle}"),
     }
 }
 
@@ -83,6 +85,7 @@ impl Survey<'_> {
             }
             Subject::Image(name) => self.look_at_image(&one.pool, name),
             Subject::Trashed(image) => self.look_at_trashed(&one.pool, image),
+            Subject::Group(it) => self.look_at_group(it),
         }
     }
 
@@ -393,7 +396,7 @@ impl Survey<'_> {
         }))
     }
 
-    fn orphan(&self, kind: Kind, pool: &IoCtx, name: String) -> Orphan {
+    pub(super) fn orphan(&self, kind: Kind, pool: &IoCtx, name: String) -> Orphan {
         Orphan {
             kind,
             cluster_id: self.link.config.cluster_id.clone(),

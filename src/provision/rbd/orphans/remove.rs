@@ -50,6 +50,8 @@ impl RbdStore {
     }
 }
 
+const COMPLETED: &str = "it was completed a moment ago";
+
 fn kept(path: &str, why: impl Into<String>) -> RbdError {
     RbdError::NoOrphan {
         path: path.to_owned(),
@@ -96,34 +98,38 @@ impl Survey<'_> {
                 return Err(kept(path, there));
             }
         }
+        if self.is_group(pool, name)? {
+            return Err(kept(path, there));
+        }
         Ok(Done::Already)
     }
 
-    fn remove(&self, found: &Candidate) -> Result<(), RbdError> {
+    fn remove(&self, found: &Candidate) -> Result<(), ProvisionError> {
         let path = found.orphan.path();
         let _name = match &found.subject {
             Subject::Named(it) | Subject::Entry(it) => {
                 Some(self.store.names.lock_on_lane(&it.lock()))
             }
+            Subject::Group(it) => Some(self.store.names.lock_on_lane(&it.lock())),
             Subject::Image(_) | Subject::Trashed(_) => None,
         };
         let Some(now) = self.look_again(found)? else {
-            return Err(kept(
-                &path,
-                "it has changed a moment ago; list the orphans again",
-            ));
+            return Err(kept(&path, "it has changed a moment ago; list the orphans again").into());
         };
         if !now.orphan.kept.is_empty() {
-            return Err(kept(&path, now.orphan.kept));
+            return Err(kept(&path, now.orphan.kept).into());
         }
         match &now.subject {
-            Subject::Named(it) | Subject::Entry(it) => self.undo(&path, it),
+            Subject::Named(it) | Subject::Entry(it) => self.undo(&path, it)?,
             Subject::Image(name) => {
                 let images = [temporary(name), name.clone()];
-                self.store.take_back(&now.pool, &images)
+                self.store.take_back(&now.pool, &images)?;
             }
-            Subject::Trashed(_) => Err(kept(&path, "it is in the trash already")),
+            Subject::Trashed(_) => return Err(kept(&path, "it is in the trash already").into()),
+            Subject::Group(it) if self.remove_group(it, now.orphan.kind)? => {}
+            Subject::Group(_) => return Err(kept(&path, COMPLETED).into()),
         }
+        Ok(())
     }
 
     /// Removes an attempt: its images, its name, its entry.
@@ -150,7 +156,7 @@ impl Survey<'_> {
                 },
             ) => attempt.give_up(entry),
             _ if attempt.abandon(None)? => Ok(()),
-            _ => Err(kept(path, "it was completed a moment ago")),
+            _ => Err(kept(path, COMPLETED)),
         }
     }
 }

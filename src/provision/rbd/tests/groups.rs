@@ -178,6 +178,44 @@ async fn a_group_snapshot_outlives_its_volumes() {
     assert_eq!(home.images(), [""; 0]);
 }
 
+#[tokio::test]
+async fn a_group_snapshot_is_found_while_a_member_keeps_its_delete() {
+    let Some(home) = Home::new() else { return };
+    let volumes = [home.lockable("one").await, home.lockable("two").await];
+    let both = [&volumes[0], &volumes[1]];
+    let get = async |taken: &GroupSnapshotInfo| {
+        let (handle, secrets) = (taken.handle.clone(), home.secrets());
+        let found = home.rbd.get_group_snapshot(handle, Vec::new(), secrets);
+        found.await.unwrap_err()
+    };
+    let mut taken = home.group("both", &both).await.unwrap();
+    // By the driver's delete, and by a create of the same name.
+    for created_again in [false, true] {
+        // The members are removed in the order of their handles.
+        let handles = taken.snapshots.iter().map(|one| &one.handle);
+        let last = handles.max().unwrap();
+        let last = taken.snapshots.iter().find(|one| one.handle == *last);
+        let user = open(&home.io(), &image_of(last.unwrap()));
+        let refused = home.delete_group(&taken.handle, Vec::new()).await;
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::Precondition);
+        let found = get(&taken).await;
+        assert_eq!(found.kind(), ErrorKind::InUse, "{found}");
+        assert!(found.to_string().contains("delete it again"), "{found}");
+        drop(user);
+        if created_again {
+            let again = home.group("both", &both).await.unwrap();
+            assert_ne!(again.handle, taken.handle);
+            home.delete_group(&again.handle, Vec::new()).await.unwrap();
+        } else {
+            home.delete_group(&taken.handle, Vec::new()).await.unwrap();
+        }
+        let gone = get(&taken).await;
+        assert_eq!(gone.kind(), ErrorKind::NotFound, "{gone}");
+        assert_eq!(home.images().len(), 2);
+        taken = home.group("both", &both).await.unwrap();
+    }
+}
+
 /// The places that [`write_numbers`] writes to, one after the other.
 const PLACES: u64 = 2000;
 /// How many of them have data at a time.
@@ -343,7 +381,27 @@ impl Party<'_> {
     }
 }
 
-/// With `EVERY_STEP` after each change, else after some.
+/// The kills of a test: after each change with `EVERY_STEP`, else after some.
+fn kills() -> impl Iterator<Item = usize> {
+    let step = if std::env::var_os("EVERY_STEP").is_some() {
+        1
+    } else {
+        7
+    };
+    (0..).step_by(step)
+}
+
+impl Home {
+    /// Whether a create of that group was ended before it was done; or, of a handle, a delete.
+    fn group_is_ended(&self, at: usize, volumes: &[String], group: &str) -> bool {
+        let mut victim = self.victim_of("groups::victim");
+        victim
+            .env("VICTIM_VOLUMES", volumes.join(" "))
+            .env("VICTIM_GROUP", group);
+        ends_at(&mut victim, at)
+    }
+}
+
 #[tokio::test]
 async fn an_interrupted_group_snapshot_is_finished() {
     let Some(home) = Home::of_its_own() else {
@@ -351,24 +409,12 @@ async fn an_interrupted_group_snapshot_is_finished() {
     };
     let volumes = [home.lockable("one").await, home.lockable("two").await];
     let handles = volumes.each_ref().map(|one| one.handle.clone());
-    let is_ended = |at: usize, group: &str| {
-        let mut victim = home.victim_of("groups::victim");
-        victim
-            .env("VICTIM_VOLUMES", handles.join(" "))
-            .env("VICTIM_GROUP", group);
-        ends_at(&mut victim, at)
-    };
-    let step = if std::env::var_os("EVERY_STEP").is_some() {
-        1
-    } else {
-        7
-    };
-    for at in (0..).step_by(step) {
-        let killed_first = is_ended(at, "");
+    for at in kills() {
+        let killed_first = home.group_is_ended(at, &handles, "");
         let taken = home.party().group(handles.to_vec()).await;
         assert_eq!(taken.snapshots.len(), 2, "crashed at {at}");
         assert_eq!(home.images().len(), 4, "crashed at {at}");
-        let killed_later = is_ended(at, &taken.handle);
+        let killed_later = home.group_is_ended(at, &handles, &taken.handle);
         home.party().delete_group(&taken.handle).await;
         assert_eq!(home.images().len(), 2, "crashed at {at}");
         let groups = home.cluster.rbd(&["group", "ls", &home.pool]);
@@ -378,6 +424,46 @@ async fn an_interrupted_group_snapshot_is_finished() {
             break;
         }
     }
+    home.party().unmake(&handles, &[]).await;
+    home.assert_empty(0).await;
+}
+
+#[tokio::test]
+async fn what_a_killed_group_snapshot_leaves_is_an_orphan() {
+    let Some(home) = Home::of_its_own() else {
+        return;
+    };
+    let volumes = [home.lockable("one").await, home.lockable("two").await];
+    let handles = volumes.each_ref().map(|one| one.handle.clone());
+    // Removed as a whole, or complete.
+    let is_removed = |at: usize| {
+        let (images, names) = (home.images(), home.rados_keys("csi.groups.default"));
+        let groups = home.cluster.rbd(&["group", "ls", &home.pool]);
+        match (images.len(), names.len(), groups.as_str()) {
+            (2, 0, "") => true,
+            (4, 1, "") => false,
+            _ => panic!("killed at {at}: {images:?}, {names:?}, {groups:?}"),
+        }
+    };
+    // The first makes the directory of names.
+    let first = home.party().group(handles.to_vec()).await;
+    home.party().delete_group(&first.handle).await;
+    let (mut creates, mut deletes) = (0, 0);
+    for at in kills() {
+        let killed_first = home.group_is_ended(at, &handles, "");
+        home.remove_orphans_after(at).await;
+        creates += usize::from(killed_first && is_removed(at));
+        let taken = home.party().group(handles.to_vec()).await;
+        let killed_later = home.group_is_ended(at, &handles, &taken.handle);
+        home.remove_orphans_after(at).await;
+        deletes += usize::from(killed_later && is_removed(at));
+        home.party().delete_group(&taken.handle).await;
+        assert!(is_removed(at));
+        if !(killed_first || killed_later) {
+            break;
+        }
+    }
+    assert!(creates > 1 && deletes > 0, "{creates}, {deletes}");
     home.party().unmake(&handles, &[]).await;
     home.assert_empty(0).await;
 }

@@ -58,6 +58,26 @@ impl Home {
         );
     }
 
+    /// Removes all orphans that a kill at that change left.
+    pub(super) async fn remove_orphans_after(&self, at: usize) {
+        // A dead process counts as a user of its image until Ceph knows its end.
+        let mut rounds = 0..200;
+        while let Some(orphan) = self.orphans().await.pop() {
+            match self.remove_orphan(&orphan.name).await {
+                Ok(_) => {}
+                Err(error) if rounds.next().is_some() => {
+                    let passes = matches!(
+                        error.kind(),
+                        ErrorKind::Precondition | ErrorKind::InUse | ErrorKind::Transient
+                    );
+                    assert!(passes, "killed at {at}: {error}");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+                Err(error) => panic!("killed at {at}: {error}"),
+            }
+        }
+    }
+
     fn add_image(&self, image: &str) {
         let image = format!("{}/{image}", self.pool);
         self.cluster.rbd(&["create", "--size", "1M", &image]);
@@ -258,6 +278,35 @@ async fn a_snapshot_of_a_group_under_way_is_no_orphan() {
 }
 
 #[tokio::test]
+async fn a_group_snapshot_that_nobody_completes_is_an_orphan() {
+    let Some(home) = Home::new() else { return };
+    let uuid = Uuid::new_v4();
+    let (key, group) = ("csi.volume.group.left", format!("csi-vol-group-{uuid}"));
+    let set = |object: &str, keys: &[(&str, &str)]| home.io().omap_set(object, keys).unwrap();
+    let name = || set("csi.groups.default", &[(key, &uuid.to_string())]);
+    name();
+    home.removes(OrphanKind::Name).await;
+
+    name();
+    let entry = format!("csi.volume.group.{uuid}");
+    let keys = [("csi.volname", "left"), ("csi.groupname", &group)];
+    set(&entry, &keys);
+    // ceph-csi's may be complete.
+    assert_eq!(home.orphans().await, []);
+    home.refused(&group, "refers to it").await;
+    home.refused(key, "refers to it").await;
+    for state in ["1", "0"] {
+        name();
+        set(&entry, &keys);
+        set(&entry, &[("uring-csi.making", state)]);
+        let orphan = home.orphan().await;
+        assert_eq!(orphan.name, group);
+        assert!(orphan.why.contains("\"left\""), "{orphan:?}");
+        home.removes(OrphanKind::Incomplete).await;
+    }
+}
+
+#[tokio::test]
 async fn a_pool_of_cephfs_is_not_looked_at() {
     let Some(home) = Home::new() else { return };
     home.add_name("subvolume", Uuid::new_v4());
@@ -383,22 +432,7 @@ async fn what_a_killed_create_leaves_is_listed_and_removed() {
     };
     for at in 0.. {
         let crashed = home.crashes(at, (&[], &[]));
-        // A dead process counts as a user of its image until Ceph knows its end.
-        let mut rounds = 0..200;
-        while let Some(orphan) = home.orphans().await.pop() {
-            match home.remove_orphan(&orphan.name).await {
-                Ok(_) => {}
-                Err(error) if rounds.next().is_some() => {
-                    let passes = matches!(
-                        error.kind(),
-                        ErrorKind::Precondition | ErrorKind::InUse | ErrorKind::Transient
-                    );
-                    assert!(passes, "killed at {at}: {error}");
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                }
-                Err(error) => panic!("killed at {at}: {error}"),
-            }
-        }
+        home.remove_orphans_after(at).await;
         let (volumes, snapshots) = home.party().handles().await;
         home.party().unmake(&volumes, &snapshots).await;
         home.assert_empty(at).await;

@@ -1,0 +1,126 @@
+//! `snapshot group list|delete`.
+
+use std::collections::BTreeMap;
+
+use clap::{Args, Subcommand};
+use serde::Serialize;
+
+use super::{
+    super::{answer::table, context::Context, error::CliError},
+    SnapshotsAnswer, utc,
+};
+use crate::proto::csi::DeleteVolumeGroupSnapshotRequest;
+
+/// Lists and deletes group snapshots: those of several volumes at one moment
+#[derive(Args, Debug)]
+pub struct Groups {
+    #[command(subcommand)]
+    command: GroupCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum GroupCommand {
+    List(List),
+    Delete(Delete),
+}
+
+impl Groups {
+    /// Runs the command.
+    pub async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
+        match self.command {
+            GroupCommand::List(list) => list.run(context).await,
+            GroupCommand::Delete(delete) => delete.run(context).await,
+        }
+    }
+}
+
+/// Lists group snapshots with their snapshots
+#[derive(Args, Debug)]
+#[command(after_help = "\
+A group whose delete was interrupted is listed while it has a snapshot; delete it again.
+A pool or cluster that cannot be reached is left out with a warning (exit code 1).
+
+Example:
+  uringctl snapshot group list --json | jq -r '.groups[].group_snapshot_id'")]
+struct List {}
+
+/// Deletes group snapshots with all of their snapshots; volumes made from them stay
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Example:
+  uringctl snapshot group delete \"$GROUP\"")]
+struct Delete {
+    /// Group snapshots, by id
+    #[arg(required = true, value_name = "ID")]
+    groups: Vec<String>,
+}
+
+/// A group snapshot as printed.
+#[derive(Debug, Serialize)]
+pub struct GroupAnswer {
+    group_snapshot_id: String,
+    snapshot_ids: Vec<String>,
+    /// Seconds since 1970.
+    creation_time: Option<i64>,
+}
+
+impl List {
+    async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
+        let (snapshots, omitted) = context.list_snapshots("").await?;
+        let mut groups: BTreeMap<String, GroupAnswer> = BTreeMap::new();
+        for snapshot in snapshots {
+            let id = snapshot.group_snapshot_id;
+            if id.is_empty() {
+                continue;
+            }
+            let group = groups.entry(id.clone()).or_insert_with(|| GroupAnswer {
+                group_snapshot_id: id,
+                snapshot_ids: Vec::new(),
+                creation_time: None,
+            });
+            group.snapshot_ids.push(snapshot.snapshot_id);
+            let created = snapshot.creation_time.map(|time| time.seconds);
+            group.creation_time = group.creation_time.max(created);
+        }
+        let groups = groups.into_values().collect();
+        Ok(SnapshotsAnswer::Groups { groups, omitted })
+    }
+}
+
+impl Delete {
+    async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
+        for group_snapshot_id in &self.groups {
+            let request = DeleteVolumeGroupSnapshotRequest {
+                group_snapshot_id: group_snapshot_id.clone(),
+                snapshot_ids: Vec::new(),
+                secrets: context.secrets.to_wire(),
+            };
+            context
+                .group_controller(
+                    format!("delete the group snapshot {group_snapshot_id}"),
+                    request,
+                    async |mut client, request| client.delete_volume_group_snapshot(request).await,
+                )
+                .await?;
+        }
+        Ok(SnapshotsAnswer::Deleted {
+            deleted: self.groups,
+        })
+    }
+}
+
+/// One line a group.
+pub fn rows(groups: &[GroupAnswer]) -> String {
+    let rows = groups.iter().map(|group| {
+        [
+            group.snapshot_ids.len().to_string(),
+            group.creation_time.map(utc).unwrap_or_default(),
+            group.group_snapshot_id.clone(),
+        ]
+    });
+    table(
+        ["SNAPSHOTS", "TAKEN", "ID"],
+        rows,
+        "there are no group snapshots",
+    )
+}
