@@ -27,6 +27,8 @@ pub(super) struct KeySlot {
 /// How a passphrase becomes the key of its slot.
 #[derive(Debug, Deserialize)]
 struct KeyDerivation {
+    /// Random, in base64.
+    salt: String,
     /// Of PBKDF2 alone.
     iterations: Option<u32>,
 }
@@ -52,5 +54,10 @@ impl KeySlot {
     /// The iterations of PBKDF2; none if the key is derived otherwise.
     pub(super) fn iterations(&self) -> Option<u32> {
         self.kdf.as_ref()?.iterations
+    }
+
+    /// The salt, which no other key has.
+    pub(super) fn salt(&self) -> Option<&str> {
+        Some(&self.kdf.as_ref()?.salt)
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  before      slot 0: old
-//!  token       {"type": "uring-csi-rotation", "slots": [0, 31], "iterations": N}
+//!  token       {"type": "uring-csi-rotation", "slots": [0, 31], "iterations": N, "replaces": S}
 //!  aside       slot 0: old    slot 31: old
 //!              slot 0: -      slot 31: old
 //!  new         slot 0: new    slot 31: old
@@ -15,7 +15,9 @@
 //! finishes one that was interrupted: of these slots it keeps one that the stored passphrase
 //! opens. Meanwhile an administrator may have added a key to one of them. So the rotation
 //! derives its keys by PBKDF2 with a random number of iterations, which the token has before
-//! there is a key: a slot with another number is none of its own, and stays.
+//! there is a key: a slot with another number is none of its own, and stays. The key that it
+//! replaces it knows again by the salt: a killed luksKillSlot has wiped that key, but the
+//! header still has the slot, which no passphrase opens.
 //! The passphrase ends in slot 0, where ceph-csi's rotation replaces it, unless an
 //! administrator has that.
 //!
@@ -25,11 +27,7 @@
 use serde::Deserialize;
 use serde_json::json;
 
-use super::{
-    LuksError, cryptsetup, derive_key,
-    header::{KeySlot, LuksHeader},
-    run,
-};
+use super::{LuksError, cryptsetup, derive_key, header::LuksHeader, run};
 use crate::{crash_point, kernel::block::BlockDev, secret::Secret};
 
 /// The type of the token of a rotation under way.
@@ -45,6 +43,9 @@ struct Rotation {
     slots: Vec<u32>,
     /// Of the keys that it adds.
     iterations: u32,
+    /// The salt of the key that it replaces; empty in tokens of older versions.
+    #[serde(default)]
+    replaces: String,
 }
 
 /// A header whose passphrase is to be replaced.
@@ -80,7 +81,7 @@ impl<'a> KeySlots<'a> {
                 .collect();
             if let Some(kept) = self.opening(&slots, stored)? {
                 for slot in slots.into_iter().filter(|slot| *slot != kept) {
-                    if header.is_of(&rotation, slot) {
+                    if header.may_remove(&rotation, slot) {
                         self.kill(slot, stored)?;
                     }
                 }
@@ -110,7 +111,8 @@ impl<'a> KeySlots<'a> {
         // `finish` prefers the first, and never removes the current key.
         let named = [current, aside, to];
         let named = if to == current { &named[..2] } else { &named };
-        self.add_token(named, iterations)?;
+        let replaces = header.keyslots[&current].salt().unwrap_or_default();
+        self.add_token(named, iterations, replaces)?;
         crash_point();
         self.add((aside, iterations), old, old)?;
         crash_point();
@@ -202,9 +204,14 @@ impl<'a> KeySlots<'a> {
         .map(drop)
     }
 
-    fn add_token(&self, slots: &[u32], iterations: u32) -> Result<(), LuksError> {
-        let token =
-            json!({"type": TOKEN, "keyslots": [], "slots": slots, "iterations": iterations});
+    fn add_token(&self, slots: &[u32], iterations: u32, replaces: &str) -> Result<(), LuksError> {
+        let token = json!({
+            "type": TOKEN,
+            "keyslots": [],
+            "slots": slots,
+            "iterations": iterations,
+            "replaces": replaces,
+        });
         let token = token.to_string();
         let args = ["import", "--json-file=-", &self.node];
         run("token", &args, &self.node, token.as_bytes(), || {}).map(drop)
@@ -236,10 +243,13 @@ impl LuksHeader {
         rotations.map(|(id, token)| (*id, Rotation::deserialize(token).unwrap_or_default()))
     }
 
-    /// Whether the rotation has added the key in the slot.
-    fn is_of(&self, rotation: &Rotation, slot: u32) -> bool {
-        let of_slot = self.keyslots.get(&slot).and_then(KeySlot::iterations);
-        of_slot == Some(rotation.iterations)
+    /// Whether the rotation has added the key in the slot, or was to replace it.
+    fn may_remove(&self, rotation: &Rotation, slot: u32) -> bool {
+        let Some(slot) = self.keyslots.get(&slot) else {
+            return false;
+        };
+        let is_replaced = !rotation.replaces.is_empty() && slot.salt() == Some(&rotation.replaces);
+        slot.iterations() == Some(rotation.iterations) || is_replaced
     }
 }
 

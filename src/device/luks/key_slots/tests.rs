@@ -2,6 +2,7 @@
 
 use std::{
     fs::{self, File},
+    os::unix::fs::FileExt as _,
     path::Path,
     process::Command,
 };
@@ -51,6 +52,18 @@ impl Encrypted {
         let all: Vec<u32> = header.keyslots.into_keys().collect();
         let first = slots.opening(&all, &self.stored()).unwrap();
         (first.expect("the stored passphrase opens it"), all)
+    }
+
+    /// Wipes the key of a slot, which the metadata keeps.
+    fn wipe(&self, slot: u32) {
+        let node = &self.slots().node;
+        let dump = cryptsetup("luksDump", &["--dump-json-metadata", node], node).unwrap();
+        let dump: serde_json::Value = serde_json::from_slice(&dump).unwrap();
+        let area = &dump["keyslots"][slot.to_string()]["area"];
+        let number = |field: &str| area[field].as_str().unwrap().parse::<u64>().unwrap();
+        let image = File::options().write(true).open(node).unwrap();
+        let zeros = vec![0; usize::try_from(number("size")).unwrap()];
+        image.write_all_at(&zeros, number("offset")).unwrap();
     }
 
     /// Adds an administrator's key to a slot.
@@ -206,7 +219,9 @@ fn a_key_added_after_a_killed_rotation_stays() {
     for slot in [31, 0] {
         let encrypted = Encrypted::new();
         let (slots, stored) = (encrypted.slots(), encrypted.stored());
-        slots.add_token(&[0, 31], 4000).unwrap();
+        let replaced = slots.header().unwrap();
+        let replaced = replaced.keyslots[&0].salt().unwrap();
+        slots.add_token(&[0, 31], 4000, replaced).unwrap();
         if slot == 0 {
             slots.add((31, 4000), &stored, &stored).unwrap();
             slots.kill(0, &stored).unwrap();
@@ -216,6 +231,28 @@ fn a_key_added_after_a_killed_rotation_stays() {
         let opens = slots.opening(&[slot], &of_administrator).unwrap();
         assert!(opens.is_some(), "slot {slot}");
         assert_eq!(encrypted.opened().1.len(), 2, "slot {slot}");
+    }
+}
+
+/// cryptsetup removes a slot in two steps: it wipes the key, then changes the metadata.
+#[test]
+fn a_slot_that_a_killed_cryptsetup_has_wiped_is_removed() {
+    // The slot of the replaced key, and the one aside.
+    for slot in [0, 31] {
+        let encrypted = Encrypted::new();
+        let (slots, stored) = (encrypted.slots(), encrypted.stored());
+        let header = slots.header().unwrap();
+        let replaced = header.keyslots[&0].salt().unwrap();
+        slots.add_token(&[0, 31], 4000, replaced).unwrap();
+        slots.add((31, 4000), &stored, &stored).unwrap();
+        if slot == 31 {
+            slots.kill(0, &stored).unwrap();
+            slots.add((0, 4000), &stored, &stored).unwrap();
+        }
+        encrypted.wipe(slot);
+        assert_eq!(slots.opening(&[slot], &stored).unwrap(), None);
+        encrypted.rotate().unwrap();
+        assert_eq!(encrypted.opened(), (0, vec![0]), "slot {slot}");
     }
 }
 
