@@ -1,11 +1,12 @@
 //! The errors of the stores, and their kinds.
 
-use std::{io, path::PathBuf, time::Duration};
+use std::{error::Error, io, path::PathBuf, time::Duration};
 
 use super::rbd::RbdError;
 use crate::{
     Kind,
     admission::Full,
+    error_chain,
     pool::{PoolError, claim::ClaimError},
 };
 
@@ -43,11 +44,11 @@ pub enum ProvisionError {
     /// No such snapshot.
     #[error("there is no snapshot {0:?}")]
     NoSnapshot(String),
-    /// What a failed group snapshot left is not removed.
-    #[error("cannot take group snapshot {name:?}, nor remove what was begun ({left}); try again")]
+    /// What a failed create left is not removed.
+    #[error("cannot make {what}, nor remove what was begun ({left}); try again")]
     NotUndone {
-        /// The requested name.
-        name: String,
+        /// What was requested, with its name.
+        what: String,
         /// The error of the removal.
         left: String,
         /// Why it failed.
@@ -294,6 +295,19 @@ pub enum ProvisionError {
 }
 
 impl ProvisionError {
+    /// The answer to a create that failed with this error and was undone: none that is final
+    /// while something is left, which a repeat removes.
+    pub fn after_undo(self, what: &str, undone: Result<(), impl Error>) -> Self {
+        match undone {
+            Ok(()) => self,
+            Err(left) => Self::NotUndone {
+                what: what.to_owned(),
+                left: error_chain(&left),
+                source: Box::new(self),
+            },
+        }
+    }
+
     /// The kind of the error.
     pub fn kind(&self) -> Kind {
         match self {

@@ -26,7 +26,7 @@ use super::{
     writers::Writers,
 };
 use crate::{
-    crash_point, error_chain,
+    crash_point,
     pool::{
         Pool,
         claim::{self, Claim, Sharing},
@@ -150,14 +150,8 @@ impl ImageStore {
         };
         make().map_err(|error| {
             let names: Vec<_> = members.into_iter().map(|one| one.name).collect();
-            match self.undo_group(pool, held, &names) {
-                Ok(()) => error,
-                Err(left) => ProvisionError::NotUndone {
-                    name: name.to_owned(),
-                    left: error_chain(&left),
-                    source: Box::new(error),
-                },
-            }
+            let undone = self.undo_group(pool, held, &names);
+            error.after_undo(&format!("group snapshot {name:?}"), undone)
         })
     }
 

@@ -91,12 +91,10 @@ impl ImageStore {
                 None => {
                     catalogue.refuse_unrecorded(&held)?;
                     let taken = self.take(pool, &held, name, volume);
-                    if taken.is_err()
-                        && let Err(left) = catalogue.undo(&held)
-                    {
-                        tracing::warn!(name, error = %left, "an unfinished snapshot stays until the next start");
-                    }
-                    return taken;
+                    return taken.map_err(|error| {
+                        let what = format!("snapshot {name:?}");
+                        error.after_undo(&what, catalogue.undo(&held))
+                    });
                 }
             }
         }

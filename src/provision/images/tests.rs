@@ -29,6 +29,7 @@ mod pages;
 mod reflink;
 mod rubbish;
 mod space;
+mod undone;
 
 const MIB: u64 = 1 << 20;
 const BOOT: &str = "this boot";

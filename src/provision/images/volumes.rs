@@ -102,12 +102,10 @@ impl ImageStore {
                 None => {
                     catalogue.refuse_unrecorded(&held)?;
                     let made = self.make_volume(pool, &held, new, detail, smallest);
-                    if made.is_err()
-                        && let Err(left) = catalogue.undo(&held)
-                    {
-                        tracing::warn!(name = new.name, error = %left, "an unfinished volume stays until the next start");
-                    }
-                    return made;
+                    return made.map_err(|error| {
+                        let what = format!("volume {:?}", new.name);
+                        error.after_undo(&what, catalogue.undo(&held))
+                    });
                 }
             }
         }

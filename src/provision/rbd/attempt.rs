@@ -25,7 +25,6 @@ use crate::{
         },
         csi_format::journal::{CreateState, Journal, JournalEntry, JournalKind, NameEntry},
     },
-    error_chain,
     secret::Secrets,
 };
 
@@ -89,17 +88,17 @@ impl Attempt<'_> {
         }
     }
 
-    /// Removes a failed attempt; if that fails, a repeat does. `own` is its entry,
-    /// which another controller may have removed.
-    pub fn undo(&self, own: &JournalEntry) {
-        if let Err(error) = self.abandon(Some(own)) {
-            let (name, error) = (self.name, error_chain(&error));
-            tracing::warn!(
-                name,
-                error,
-                "cannot remove an incomplete image; its next create does"
-            );
+    /// Removes an attempt that failed with that error, and returns what to answer: no final
+    /// error while something is left, which a repeat removes. `own` is its entry, which
+    /// another controller may have removed.
+    pub fn undo(&self, own: &JournalEntry, error: RbdError) -> ProvisionError {
+        // It may still take effect.
+        if error.is_uncertain() {
+            return error.into();
         }
+        let noun = self.journal.kind().noun();
+        let undone = self.abandon(Some(own)).map(drop);
+        ProvisionError::from(error).after_undo(&format!("{noun} {:?}", self.name), undone)
     }
 
     /// Refuses to continue an attempt that ceph-csi has begun or changed a moment ago.

@@ -190,13 +190,7 @@ impl<'a> Creation<'a> {
             .and_then(|()| self.complete(&new_image, origin, bytes));
         match made {
             Ok(()) => Ok(self.made(new_image, bytes)),
-            Err(error) => {
-                // Otherwise it may still take effect.
-                if !error.is_uncertain() {
-                    attempt.undo(&new_image.entry);
-                }
-                Err(error.into())
-            }
+            Err(error) => Err(attempt.undo(&new_image.entry, error)),
         }
     }
 

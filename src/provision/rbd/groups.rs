@@ -35,7 +35,6 @@ use crate::{
             journal::{CreateState, GroupEntry, NameEntry},
         },
     },
-    error_chain,
     secret::Secrets,
 };
 
@@ -367,14 +366,8 @@ impl GroupPlace<'_> {
         if error.is_uncertain() {
             return error.into();
         }
-        match self.abandon(&own.name, reserved, Some(own)) {
-            Ok(_) => error.into(),
-            Err(left) => ProvisionError::NotUndone {
-                name: own.name.clone(),
-                left: error_chain(&left),
-                source: Box::new(error.into()),
-            },
-        }
+        let undone = self.abandon(&own.name, reserved, Some(own)).map(drop);
+        ProvisionError::from(error).after_undo(&format!("group snapshot {:?}", own.name), undone)
     }
 
     /// Abandons this driver's incomplete attempt, and removes its group in Ceph and its

@@ -64,15 +64,10 @@ impl RbdStore {
             if known.is_none() {
                 let attempt = self.attempt(new, &volume, wanted)?;
                 let entry = self.entry(new, &volume, wanted, prefix)?;
-                let taken = attempt
+                return attempt
                     .enter(&entry)
-                    .and_then(|()| self.take(new, &volume, attempt, &entry));
-                if let Err(error) = &taken
-                    && !error.is_uncertain()
-                {
-                    attempt.undo(&entry);
-                }
-                return Ok(taken?);
+                    .and_then(|()| self.take(new, &volume, attempt, &entry))
+                    .map_err(|error| attempt.undo(&entry, error));
             }
         }
     }

@@ -19,6 +19,7 @@ mod replication;
 mod sources;
 mod stalls;
 mod trash;
+mod undone;
 
 use super::*;
 use crate::{

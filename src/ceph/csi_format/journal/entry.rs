@@ -17,6 +17,15 @@ pub enum JournalKind {
 }
 
 impl JournalKind {
+    /// What it has.
+    pub fn noun(self) -> &'static str {
+        match self {
+            Self::Volume => "volume",
+            Self::Snapshot => "snapshot",
+            Self::Group => "group snapshot",
+        }
+    }
+
     /// The name of the image or group of `uuid`.
     pub fn image(self, prefix: Option<&str>, uuid: Uuid) -> String {
         let default = match self {

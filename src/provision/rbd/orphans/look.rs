@@ -55,15 +55,6 @@ fn delete_by(kind: JournalKind, handle: &str) -> String {
     }
 }
 
-/// What a journal of that kind has.
-fn noun(kind: JournalKind) -> &'static str {
-    match kind {
-        JournalKind::Volume => "volume",
-        JournalKind::Snapshot => "snapshot",
-        JournalKind::Group => "group snapshot",
-    }
-}
-
 impl Survey<'_> {
     /// The same candidate as it is now; none: it is no orphan any more.
     pub fn look_again(&self, one: &Candidate) -> Result<Option<Candidate>, RbdError> {
@@ -159,7 +150,10 @@ impl Survey<'_> {
         {
             return Ok(None);
         }
-        let (noun, handle) = (noun(it.kind), handle_of(&self.link, pool, it.reserved.uuid));
+        let (noun, handle) = (
+            it.kind.noun(),
+            handle_of(&self.link, pool, it.reserved.uuid),
+        );
         let mut why = format!("the journal has {noun} {handle:?}, whose image does not exist");
         let mut age = None;
         match trash::get(pool, &entry.image_id) {
@@ -242,7 +236,7 @@ impl Survey<'_> {
         let Some(age) = modified.and_then(|time| self.age(time)) else {
             return Ok(None);
         };
-        let noun = noun(it.kind);
+        let noun = it.kind.noun();
         let mut why = match entry.state {
             CreateState::None => format!("ceph-csi has not completed {noun} {:?}", it.name),
             CreateState::UnderWay => format!("the create of {noun} {:?} was given up", it.name),
