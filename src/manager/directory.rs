@@ -132,9 +132,9 @@ impl DirectoryContent {
 
 /// The name of the volume's file at a path, if it is one.
 pub fn name_of(path: &Path) -> Option<String> {
-    let name = path.file_name()?.to_str()?;
-    let name = name.strip_suffix(EXTENSION)?.strip_suffix('.')?;
-    (!name.starts_with('.')).then(|| name.to_owned())
+    let file = path.file_name()?.to_str()?;
+    let name = file.strip_suffix(EXTENSION)?.strip_suffix('.')?;
+    (!file.starts_with('.')).then(|| name.to_owned())
 }
 
 fn read_text(path: &Path) -> io::Result<String> {
@@ -169,6 +169,7 @@ mod tests {
         for name in [
             ".data.toml.swp",
             ".data.toml",
+            ".toml",
             "data.toml~",
             "4913",
             "x.tomlx",

@@ -315,7 +315,7 @@ impl Manager {
                 if let Ok(before) = before
                     && before != applied.desired.path
                 {
-                    self.unpublish(handle, before).await?;
+                    self.leave(handle, before).await?;
                 }
                 self.record(handle, (**applied).clone()).await
             }
@@ -352,7 +352,7 @@ impl Manager {
             Action::Unpublish(path) => self.unpublish(handle, path.clone()).await,
             Action::Unstage => {
                 let path = self.applied(handle)?.desired.path;
-                self.unpublish(handle, path).await?;
+                self.leave(handle, path).await?;
                 let staging_path = self.staging_path(handle);
                 let call = Call::Unstage(staging_path.clone());
                 self.submit(handle, call.into()).await?;
@@ -367,8 +367,25 @@ impl Manager {
         }
     }
 
-    /// Unmounts the volume there, and removes the mount point: also one that an agent left
-    /// which was killed between the two.
+    /// Removes the mount point of a volume that is not mounted there any more: an agent may
+    /// have been killed between the two. Anything else there is not the volume's: it keeps the
+    /// volume neither attached nor from another path.
+    async fn leave(&self, handle: &str, path: PathBuf) -> Result<(), Failed> {
+        match self.unpublish(handle, path.clone()).await {
+            Err(Failed { kind, error }) if matches!(kind, Kind::Invalid | Kind::Precondition) => {
+                tracing::warn!(
+                    volume_id = handle,
+                    path = %path.display(),
+                    error,
+                    "what is there is left as it is"
+                );
+                Ok(())
+            }
+            left => left,
+        }
+    }
+
+    /// Unmounts the volume there, and removes the mount point.
     async fn unpublish(&self, handle: &str, path: PathBuf) -> Result<(), Failed> {
         self.submit(handle, Call::Unpublish(path).into()).await
     }

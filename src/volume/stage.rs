@@ -49,7 +49,7 @@ pub(super) async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Caus
     {
         return Err(Cause::Full { limit });
     }
-    cx.refuse_nested(&spec.staging_path, PathOf::Staging)?;
+    cx.refuse_nested(&spec.staging_path, PathOf::staging(&spec.usage))?;
     let (spec, looking) = (spec.clone(), cx.admit_look(&spec.source).await?);
     cx.on_lane(|cx| Box::pin(on_lane(cx, spec, looking))).await
 }

@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File},
-    os::unix::fs::MetadataExt as _,
+    os::unix::fs::{MetadataExt as _, symlink},
     path::{Path, PathBuf},
 };
 
@@ -296,6 +296,35 @@ fn a_mount_of_others_at_its_path_is_not_the_volume() {
         assert!(path.join("theirs").exists());
         run(&["umount", text]);
         machine.wait("data", "gone");
+        machine.node.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_is_at_a_wrong_path_is_kept_and_keeps_no_volume() {
+    story(async |sandbox| {
+        let machine = Machine::start(sandbox).await;
+        let image = image(sandbox, "data");
+        let right = machine.file("data", "mount", "");
+        let (full, link) = (machine.path("full"), machine.path("link"));
+        fs::create_dir(&full).unwrap();
+        fs::write(full.join("theirs"), "").unwrap();
+        symlink(&full, &link).unwrap();
+        for (wrong, why) in [(&full, "is not empty"), (&link, "")] {
+            let at = |path: &Path| format!("path = '{}'", path.display());
+            let wrong = right.replace(&at(&machine.path("data")), &at(wrong));
+            machine.write("data", &wrong);
+            machine.wait_for("data", "failed", why).await;
+            machine.write("data", &right);
+            machine.wait("data", "mounted");
+            machine.write("data", &wrong);
+            machine.wait_for("data", "failed", why).await;
+            assert_eq!(loops_over(&image).len(), 1);
+            machine.remove("data");
+            machine.wait("data", "gone");
+            assert!(loops_over(&image).is_empty());
+        }
+        assert!(full.join("theirs").exists() && link.is_symlink());
         machine.node.assert_clean().await;
     });
 }

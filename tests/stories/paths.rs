@@ -102,6 +102,32 @@ fn nothing_is_published_or_unpublished_at_a_staging_path() {
     });
 }
 
+#[test]
+fn a_raw_volume_is_not_staged_where_another_volume_is() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume_in("main", "v", "ext4", 16 * MIB);
+        let [raw, other] =
+            ["raw", "other"].map(|name| sandbox.volume_in("main", name, "block", 16 * MIB));
+        let target = node.up(&volume, "pod").await;
+        node.stage(&raw).await.unwrap();
+        let taken = [node.staging(&volume), target, node.staging(&raw)];
+        for path in &taken {
+            let mut stage = node.stage_request(&other);
+            stage.staging_target_path = path.display().to_string();
+            let words = ["staging_target_path", path.to_str().unwrap()];
+            refused(node.send_stage(stage).await, InvalidArgument, &words);
+        }
+        let mut publish = node.publish_request(&volume, "other");
+        publish.target_path = taken[2].display().to_string();
+        let words = ["target_path", taken[2].to_str().unwrap()];
+        refused(node.send_publish(publish).await, InvalidArgument, &words);
+        node.down(&volume, "pod").await;
+        node.unstage(&raw).await.unwrap();
+        node.assert_clean().await;
+    });
+}
+
 /// A staging mount that an operator took away, with its directory.
 #[test]
 fn a_volume_without_its_staging_mount_must_be_staged_again() {
