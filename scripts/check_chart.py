@@ -29,6 +29,7 @@ EXAMPLES = {
     "inline": ("local-pools", ["inline", "snapshots", "pod-monitor"]),
     "local-pools": ("examples/overlay", []),
     "nbd": ("examples/nbd-overlay", []),
+    "node-labels": ("ceph", ["node-labels"]),
     "rbd-nbd": ("ceph", ["rbd-nbd", "snapshots", "pod-monitor", "network-policy"]),
     "rook": ("examples/rook-overlay", []),
     "shared-pool": ("base", ["snapshots", "pod-monitor", "network-policy"]),

@@ -33,6 +33,7 @@ OVERLAYS = [
     ("ceph", []),
     ("ceph", ["snapshots"]),
     ("ceph", ["rbd-nbd", "snapshots", "pod-monitor", "network-policy"]),
+    ("ceph", ["node-labels"]),
     ("examples/overlay", []),
     ("examples/nbd-overlay", []),
     ("examples/nfs-overlay", []),

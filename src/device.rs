@@ -37,7 +37,7 @@ pub use backend::{
     AttachOptions, Attachment, Backing, Condition, Device, Fencing, FormatMarker, Owner, Purpose,
 };
 pub use blank::blank;
-pub use ceph::{CephImages, STAGE_FILE, StorageClient, ThisNode};
+pub use ceph::{CephImages, CrushLocation, STAGE_FILE, StorageClient, ThisNode};
 pub use checks::Check;
 pub use context::{SourceError, set_by_kubernetes};
 pub use dispatch::Backends;

@@ -70,7 +70,7 @@ pub fn once_each(segments: &[Segment]) -> Result<(), String> {
     let mut seen = std::collections::HashSet::new();
     let twice = |one: &&Segment| !seen.insert(one.key.to_ascii_lowercase());
     match segments.iter().find(twice) {
-        Some(one) => Err(format!("--topology {}: is given twice", one.key)),
+        Some(one) => Err(format!("topology segment {} is given twice", one.key)),
         None => Ok(()),
     }
 }

@@ -35,6 +35,7 @@ use crate::{
     supervisor::Watch,
 };
 
+mod crush_location;
 mod encrypted;
 pub(super) mod error;
 mod format_marker;
@@ -48,6 +49,7 @@ mod registration;
 mod source;
 mod stage_file;
 
+pub use crush_location::CrushLocation;
 pub use error::CephImageError;
 #[cfg(feature = "cli")]
 pub use nbd_backed::daemon_of;
@@ -77,7 +79,7 @@ pub struct CephImages {
     /// The supervisor of rbd-nbd's daemons, if this node has one.
     pub supervisor: Option<Watch>,
     /// This node's location in the CRUSH map, for reads from the nearest replica.
-    pub location: Option<String>,
+    pub location: CrushLocation,
     /// This node's format markers, for images whose metadata cannot be changed.
     pub format_markers: NodeFormatMarkers,
     /// This node, by which its clients are registered for fencing.

@@ -1,6 +1,7 @@
 //! The node agent: runs in a DaemonSet on every node that mounts volumes.
 
 use std::{
+    collections::BTreeMap,
     future::pending,
     net::SocketAddr,
     path::{Path, PathBuf},
@@ -29,8 +30,8 @@ use crate::{
         validate,
     },
     device::{
-        Backends, CephImages, Exports, ImageFiles, NodeFormatMarkers, PendingReleases, ThisNode,
-        luks, nbd,
+        Backends, CephImages, CrushLocation, Exports, ImageFiles, NodeFormatMarkers,
+        PendingReleases, ThisNode, luks, nbd,
     },
     endpoint::{Endpoint, shutdown_signal},
     error_chain,
@@ -65,6 +66,8 @@ use crate::{
 };
 use clap::Parser;
 use tonic::service::Routes;
+
+mod labels;
 
 /// How long running calls may take after SIGTERM.
 const GRACE: Duration = Duration::from_secs(25);
@@ -146,6 +149,31 @@ struct NodeOptions {
     /// readAffinity: reads go to the nearest replica.
     #[arg(long, env = "URING_CSI_CRUSH_LOCATION", value_name = "TYPE:NAME|…")]
     crush_location: Option<String>,
+    /// A file with the labels of this Kubernetes node, a KEY="VALUE" in each line, as the
+    /// downward API writes them. It is read at the start.
+    #[arg(long, env = "URING_CSI_NODE_LABELS", value_name = "FILE")]
+    node_labels: Option<PathBuf>,
+    /// A label of the node that is a level of its location in the CRUSH map, unless the
+    /// cluster's crushLocationLabels are set; repeatable.
+    #[arg(
+        long,
+        env = "URING_CSI_CRUSH_LOCATION_LABELS",
+        value_delimiter = ',',
+        requires = "node_labels",
+        conflicts_with = "crush_location",
+        value_name = "LABEL"
+    )]
+    crush_location_labels: Vec<String>,
+    /// A label of the node that is a topology segment, e.g. topology.kubernetes.io/zone,
+    /// reported as topology.DRIVER/zone; repeatable.
+    #[arg(
+        long,
+        env = "URING_CSI_DOMAIN_LABELS",
+        value_delimiter = ',',
+        requires = "node_labels",
+        value_name = "LABEL"
+    )]
+    domain_labels: Vec<String>,
     /// A topology segment of this node, e.g. zone=a, reported as topology.DRIVER/zone;
     /// repeatable.
     #[arg(
@@ -222,14 +250,25 @@ fn begin(service: &config::ServiceOptions) -> Result<Logs, Failure> {
     Ok(logs)
 }
 
-fn run(options: NodeOptions) -> Result<(), Failure> {
+fn run(mut options: NodeOptions) -> Result<(), Failure> {
     validate::node_id("--node-id", &options.node_id)
         .map_err(|status| status.message().to_owned())?;
+    let labels = match &options.node_labels {
+        Some(path) => labels::read(path)?,
+        None => BTreeMap::new(),
+    };
+    let by_labels = labels::segments(&labels, &options.domain_labels)?;
+    options.topology.extend(by_labels);
     once_each(&options.topology)?;
-    ring::start(serve(options))?
+    let location = CrushLocation {
+        fixed: options.crush_location.take(),
+        labels: labels.into(),
+        names: std::mem::take(&mut options.crush_location_labels),
+    };
+    ring::start(serve(options, location))?
 }
 
-async fn serve(options: NodeOptions) -> Result<(), Failure> {
+async fn serve(options: NodeOptions, location: CrushLocation) -> Result<(), Failure> {
     let begun = Instant::now();
     let readiness = Readiness::default();
     // First of all: two agents must never share a node.
@@ -272,7 +311,7 @@ async fn serve(options: NodeOptions) -> Result<(), Failure> {
                 .holder
                 .map(|endpoint| Watch::start(Client::new(endpoint)))
                 .transpose()?,
-            location: options.crush_location,
+            location,
             format_markers,
             this_node: ThisNode {
                 id: config.node_id.clone(),

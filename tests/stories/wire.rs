@@ -79,7 +79,14 @@ fn optional_capabilities_are_announced_on_request() {
 #[test]
 fn the_node_reports_its_identity_and_capabilities() {
     story(async |sandbox| {
-        let setup = NodeSetup::new(sandbox).arg("--topology=zone=a");
+        // As the downward API writes it.
+        let labels = sandbox.dir().join("labels");
+        let text = "app=\"agent\"\ntopology.kubernetes.io/region=\"b\"\n";
+        std::fs::write(&labels, text).unwrap();
+        let setup = NodeSetup::new(sandbox)
+            .arg("--topology=zone=a")
+            .arg(&format!("--node-labels={}", labels.display()))
+            .arg("--domain-labels=topology.kubernetes.io/region");
         let node = Node::start_with(sandbox, setup).await;
         let info = IdentityClient::new(node.channel())
             .get_plugin_info(GetPluginInfoRequest {})
@@ -111,6 +118,7 @@ fn the_node_reports_its_identity_and_capabilities() {
         let here = info.accessible_topology.expect("a topology").segments;
         assert_eq!(here["topology.block.uring-csi.dev/node"], "node-a");
         assert_eq!(here["topology.block.uring-csi.dev/zone"], "a");
+        assert_eq!(here["topology.block.uring-csi.dev/region"], "b");
 
         let services = services(&node).await;
         for expected in ["csi.v1.Identity", "csi.v1.Node", "uring_csi.v1.NodeAdmin"] {

@@ -80,6 +80,11 @@ seLinuxOptions:
       readOnly: true
 {{- end }}
 
+{{- /* Not empty if the agents read labels of their nodes. */ -}}
+{{- define "uring-csi.nodeLabels" -}}
+{{- join "," (concat .Values.node.domainLabels .Values.node.crushLocationLabels) }}
+{{- end }}
+
 {{- define "uring-csi.modulesVolume" -}}
 - name: modules
   hostPath:

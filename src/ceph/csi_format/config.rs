@@ -48,6 +48,9 @@ pub struct ClusterConfig {
 pub struct ReadAffinity {
     /// Whether it is on.
     pub enabled: bool,
+    /// The node labels that tell where a node is; empty: those that the node's agent has.
+    #[serde(deserialize_with = "null_is_default")]
+    pub crush_location_labels: Vec<String>,
 }
 
 /// Why the file has no configuration of the cluster.

@@ -30,6 +30,8 @@ use crate::{
 pub struct Known<'a> {
     pub source: &'a CephSource,
     pub cluster: ClusterConfig,
+    /// Where this node is in that cluster, if reads go to the nearest copy.
+    location: Option<String>,
     pub credentials: Credentials,
     pub image: ImageSpec,
     /// The pool's id, where it is known.
@@ -49,6 +51,32 @@ impl Known<'_> {
         }
         let queried = QueriedImage::of(connections, &self.cluster, &self.credentials, &self.image)?;
         Ok(self.queried.get_or_init(|| queried).as_ref())
+    }
+
+    pub(super) fn wanted<'a>(
+        &'a self,
+        options: &'a AttachOptions,
+        monitors: &'a Monitors,
+    ) -> Wanted<'a> {
+        if self.cluster.read_affinity.enabled && self.location.is_none() {
+            static SAID: Once = Once::new();
+            SAID.call_once(|| {
+                let cluster_id = &self.cluster.cluster_id;
+                tracing::warn!(cluster_id, "readAffinity is enabled, but neither --crush-location nor a label of --node-labels tells where this node is: reads go to any replica");
+            });
+        }
+        Wanted {
+            image: &self.image,
+            volume_id: &options.volume_id,
+            pool_id: self.pool_id,
+            fsid: None,
+            features: self.source.features,
+            monitors,
+            credentials: &self.credentials,
+            options: &self.source.map_options,
+            location: self.location.as_deref(),
+            read_only: options.read_only,
+        }
     }
 }
 
@@ -105,6 +133,7 @@ impl BoundCephImage<'_> {
         }
         Ok(Known {
             source: self.source,
+            location: self.images.location.within(&cluster.read_affinity),
             credentials: Credentials::from_secrets(secrets)?,
             cluster,
             image,
@@ -145,7 +174,7 @@ impl BoundCephImage<'_> {
     ) -> Result<(RbdDevice, Done), CephImageError> {
         let monitors = Monitors::resolve(&known.cluster.monitors)?;
         nbd_backed::refuse_nbd_backed(&known.image, &options.volume_id, &monitors)?;
-        let mut wanted = self.wanted(known, options, &monitors);
+        let mut wanted = known.wanted(options, &monitors);
         let one_writer = !options.read_only && !options.shared;
         if let Some(device) = self.find_mapped(known, &mut wanted)? {
             // A killed agent had not checked yet, or was delayed.
@@ -199,34 +228,6 @@ impl BoundCephImage<'_> {
                 Ok(mapper.map(&wanted, Greeting::ask(&wanted)?)?)
             }
             other => Ok(other?),
-        }
-    }
-
-    pub(super) fn wanted<'a>(
-        &'a self,
-        known: &'a Known<'_>,
-        options: &'a AttachOptions,
-        monitors: &'a Monitors,
-    ) -> Wanted<'a> {
-        let nearest = known.cluster.read_affinity.enabled;
-        if nearest && self.images.location.is_none() {
-            static SAID: Once = Once::new();
-            SAID.call_once(|| {
-                let cluster_id = &known.cluster.cluster_id;
-                tracing::warn!(cluster_id, "readAffinity is enabled, but --crush-location is not set: reads go to any replica");
-            });
-        }
-        Wanted {
-            image: &known.image,
-            volume_id: &options.volume_id,
-            pool_id: known.pool_id,
-            fsid: None,
-            features: known.source.features,
-            monitors,
-            credentials: &known.credentials,
-            options: &known.source.map_options,
-            location: self.images.location.as_deref().filter(|_| nearest),
-            read_only: options.read_only,
         }
     }
 

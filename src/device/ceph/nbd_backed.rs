@@ -263,7 +263,7 @@ impl BoundCephImage<'_> {
         options: &AttachOptions,
     ) -> Result<(), CephImageError> {
         let monitors = Monitors::resolve(&known.cluster.monitors)?;
-        let mut wanted = self.wanted(known, options, &monitors);
+        let mut wanted = known.wanted(options, &monitors);
         match self.find_mapped(known, &mut wanted)? {
             None => Ok(()),
             Some(device) => Err(CephImageError::Taken {

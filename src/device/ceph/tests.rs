@@ -33,7 +33,7 @@ impl Home {
             connections: Connections::new(Timeouts::default()).unwrap(),
             mapper: Mapper::open(at("map")).unwrap(),
             supervisor: None,
-            location: None,
+            location: CrushLocation::default(),
             format_markers: NodeFormatMarkers::open(at("mkfs")).unwrap(),
             this_node: ThisNode {
                 id: "node".to_owned(),

@@ -52,7 +52,10 @@ fn all_that_concerns_rbd_is_read() {
         monitors: vec!["h".into()],
         rados_namespace: Some("ns".into()),
         net_namespace_file: Some("/run/netns/a".into()),
-        read_affinity: ReadAffinity { enabled: true },
+        read_affinity: ReadAffinity {
+            enabled: true,
+            crush_location_labels: vec!["zone".to_owned()],
+        },
     };
     assert_eq!(clusters.get("full").unwrap(), full);
     let older = clusters.get("older").unwrap();
