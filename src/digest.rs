@@ -1,4 +1,4 @@
-//! File names derived from arbitrary names.
+//! SHA-256 and hexadecimal.
 
 use std::fmt::Write as _;
 
@@ -8,9 +8,14 @@ use sha2::{Digest as _, Sha256};
 /// handle, which may hold any character but control characters, and be longer than a
 /// file name.
 pub fn sha256_hex(text: &str) -> String {
-    Sha256::digest(text.as_bytes())
+    hex(&Sha256::digest(text.as_bytes()))
+}
+
+/// Bytes in lowercase hexadecimal.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes
         .iter()
-        .fold(String::with_capacity(64), |mut hex, byte| {
+        .fold(String::with_capacity(2 * bytes.len()), |mut hex, byte| {
             let _ = write!(hex, "{byte:02x}");
             hex
         })

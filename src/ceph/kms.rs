@@ -4,6 +4,7 @@
 //!  default       one passphrase for all volumes: the request's secret has it
 //!  metadata      the volume's own, sealed, in the image's metadata
 //!  kmip          the same, sealed by a server
+//!  aws-metadata  the same, sealed by AWS KMS
 //!  vault         the volume's own, in HashiCorp Vault or OpenBao, under the volume's
 //!  vaulttokens   handle; one login for all volumes, or a token, or a service account,
 //!  vaulttenantsa for each tenant
@@ -29,6 +30,8 @@ use zeroize::Zeroizing;
 use super::csi_format::encryption::{EncryptionError, generate, open, passphrase, seal};
 use crate::secret::{Secret, Secrets};
 
+#[cfg(feature = "kms")]
+mod aws;
 #[cfg(feature = "kms")]
 mod kmip;
 #[cfg(feature = "kms")]
@@ -281,6 +284,8 @@ impl Lookup<'_> {
             ))),
             #[cfg(feature = "kms")]
             "kmip" => Ok(Kms::Sealed(Arc::new(kmip::Kmip::of(self, &value)?))),
+            #[cfg(feature = "kms")]
+            "aws-metadata" => Ok(Kms::Sealed(Arc::new(aws::AwsKms::of(self, &value)?))),
             kind => Err(EncryptionError::Unsupported {
                 id,
                 what: format!("type {kind:?}"),

@@ -63,7 +63,7 @@ pub enum EncryptionError {
     },
     /// The driver does not support this key management system.
     #[error(
-        "encryptionKMSID {id:?}: {what} is not supported; supported are the types \"metadata\", \"vault\", \"vaulttokens\", \"vaulttenantsa\" and \"kmip\", and, without an id, the passphrase of the volume's secret"
+        "encryptionKMSID {id:?}: {what} is not supported; supported are the types \"metadata\", \"vault\", \"vaulttokens\", \"vaulttenantsa\", \"kmip\" and \"aws-metadata\", and, without an id, the passphrase of the volume's secret"
     )]
     Unsupported {
         id: String,

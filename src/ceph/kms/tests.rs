@@ -79,7 +79,15 @@ fn an_invalid_section_is_refused_by_its_key() {
     let section = |more: &[(&str, &str)]| with(vault.clone(), more);
     let kmip = json!({"encryptionKMSType": "kmip", "KMIP_ENDPOINT": "k:5696"});
     let kmip = |more: &[(&str, &str)]| with(kmip.clone(), more);
+    let aws = json!({"encryptionKMSType": "aws-metadata"});
+    let aws = |more: &[(&str, &str)]| with(aws.clone(), more);
     let cases = [
+        (aws(&[]), "AWS_REGION"),
+        (aws(&[("AWS_REGION", "e/x")]), "AWS_REGION"),
+        (
+            aws(&[("AWS_REGION", "e"), ("KMS_SECRET_NAME", "../s")]),
+            "KMS_SECRET_NAME",
+        ),
         (json!({}), "encryptionKMSType"),
         (json!({"encryptionKMSType": "azure-kv"}), "azure-kv"),
         (
