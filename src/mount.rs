@@ -17,6 +17,7 @@ pub(crate) mod ownership;
 pub mod path;
 pub mod table;
 pub mod unmount;
+pub mod users;
 
 mod path_kind;
 

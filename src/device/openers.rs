@@ -24,23 +24,11 @@ use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 use super::loopdev;
 use crate::{
     kernel::{Dev, sysfs},
-    mount::table,
+    mount::{
+        table,
+        users::{OpenerProcess, names},
+    },
 };
-
-/// A process, as an operator finds it.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct OpenerProcess {
-    /// Its id in our PID namespace.
-    pub pid: u32,
-    /// `/proc/PID/comm`.
-    pub name: String,
-}
-
-impl fmt::Display for OpenerProcess {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "process {} ({})", self.pid, self.name)
-    }
-}
 
 /// Something that keeps a block device busy; its text is a clause about the
 /// device ("it").
@@ -71,6 +59,8 @@ pub enum Opener {
     },
     /// A process that has it open.
     Process(OpenerProcess),
+    /// A process that has a file or directory of its file system open.
+    User(OpenerProcess),
 }
 
 impl fmt::Display for Opener {
@@ -95,13 +85,14 @@ impl fmt::Display for Opener {
                 write!(f, "{} is attached over {}", node.display(), over.display())
             }
             Self::Process(process) => write!(f, "{process} has it open"),
+            Self::User(process) => write!(f, "{process} has a file or directory of it open"),
         }
     }
 }
 
 /// The openers of the device that can be found, the most likely first.
 pub fn openers(dev: Dev) -> Vec<Opener> {
-    let processes = processes();
+    let processes = OpenerProcess::all();
     let name = sysfs::name_of(dev).unwrap_or_default();
     let mut openers = mounts(dev, &processes);
     if openers.is_empty() {
@@ -131,27 +122,6 @@ pub fn describe(openers: &[Opener]) -> String {
     }
     let clauses: Vec<_> = openers.iter().map(Opener::to_string).collect();
     clauses.join("; ")
-}
-
-fn names(directory: &str) -> impl Iterator<Item = String> + use<> {
-    fs::read_dir(directory)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.file_name().to_string_lossy().into_owned())
-}
-
-fn processes() -> Vec<OpenerProcess> {
-    names("/proc")
-        .filter_map(|name| name.parse().ok())
-        .map(|pid| OpenerProcess {
-            pid,
-            name: fs::read_to_string(format!("/proc/{pid}/comm"))
-                .unwrap_or_default()
-                .trim_end()
-                .to_owned(),
-        })
-        .collect()
 }
 
 fn mounts(dev: Dev, processes: &[OpenerProcess]) -> Vec<Opener> {
@@ -205,15 +175,9 @@ fn file_system(name: &str) -> Option<&'static str> {
 }
 
 fn has_open(process: &OpenerProcess, dev: Dev) -> bool {
-    let directory = format!("/proc/{}/fd", process.pid);
-    names(&directory).any(|fd| {
+    process.open_files().any(|link| {
         // Without a question to the server of a file that is on a network.
-        let stat = statx(
-            CWD,
-            format!("{directory}/{fd}"),
-            AtFlags::STATX_DONT_SYNC,
-            StatxFlags::TYPE,
-        );
+        let stat = statx(CWD, link, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE);
         stat.is_ok_and(|stat| {
             let number = Dev {
                 major: stat.stx_rdev_major,

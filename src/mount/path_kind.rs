@@ -78,7 +78,7 @@ pub enum MountId {
 const MNT_ID_UNIQUE: StatxFlags = StatxFlags::from_bits_retain(0x4000);
 
 /// Either id; kernels before 6.8 ignore the unknown flag.
-const ANY_MNT_ID: StatxFlags = StatxFlags::MNT_ID.union(MNT_ID_UNIQUE);
+pub(super) const ANY_MNT_ID: StatxFlags = StatxFlags::MNT_ID.union(MNT_ID_UNIQUE);
 
 impl PathKind {
     /// The kind of the file behind `at`, possibly an `O_PATH` descriptor.
@@ -218,7 +218,7 @@ impl Mounted {
 
 impl MountId {
     /// The id in the answer of a statx(2) that asked for either kind.
-    fn of(stat: &Statx) -> Self {
+    pub(super) fn of(stat: &Statx) -> Self {
         let answered = StatxFlags::from_bits_retain(stat.stx_mask);
         if answered.contains(MNT_ID_UNIQUE) {
             return Self::Unique(stat.stx_mnt_id);

@@ -18,17 +18,23 @@ use rustix::{
     mount::{UnmountFlags, unmount as umount2},
 };
 
-use super::{PathKind, path::SafePath};
+use super::{
+    PathKind,
+    path::SafePath,
+    users::{OpenerProcess, users},
+};
 use crate::{Done, Kind, kernel::busy::retry_while_busy};
 
 /// Why the unmount failed.
 #[derive(Debug, thiserror::Error)]
 pub enum UnmountError {
     /// The mount is in use.
-    #[error("{path:?} is in use (an open file, a working directory or a mount below it)")]
+    #[error("{path:?} is in use: {}", describe(users))]
     Busy {
         /// The mount point.
         path: PathBuf,
+        /// The processes that use it, as far as they could be found.
+        users: Vec<OpenerProcess>,
     },
     /// Any other failure of umount2(2).
     #[error("cannot unmount {path:?}")]
@@ -51,13 +57,29 @@ impl UnmountError {
     }
 }
 
+fn describe(users: &[OpenerProcess]) -> String {
+    if users.is_empty() {
+        return "a mount is below it, or a process that was not found has a file of it open"
+            .to_owned();
+    }
+    let users: Vec<_> = users.iter().map(OpenerProcess::to_string).collect();
+    format!("{} has a file or directory of it open", users.join(", "))
+}
+
 /// Unmounts the mount at `at`, the topmost of several. Unmounting the last mount of a
 /// superblock writes it out: this can hang with the device. Retries a transient `EBUSY`.
 pub fn unmount(at: &SafePath) -> Result<Done, UnmountError> {
-    retry_while_busy(
+    let done = retry_while_busy(
         || unmount_once(at),
         |result| matches!(result, Err(UnmountError::Busy { .. })),
-    )
+    );
+    done.map_err(|error| match (error, at.kind()) {
+        (UnmountError::Busy { path, .. }, Ok(PathKind::Mount(mounted))) => UnmountError::Busy {
+            path,
+            users: users(mounted.id),
+        },
+        (error, _) => error,
+    })
 }
 
 fn unmount_once(at: &SafePath) -> Result<Done, UnmountError> {
@@ -74,6 +96,7 @@ fn unmount_once(at: &SafePath) -> Result<Done, UnmountError> {
         Err(Errno::INVAL | Errno::NOENT) if !is_mount(at).map_err(failed)? => Ok(Done::Already),
         Err(Errno::BUSY) => Err(UnmountError::Busy {
             path: at.path().to_owned(),
+            users: Vec::new(),
         }),
         Err(error) => Err(failed(error.into())),
     }
@@ -119,6 +142,8 @@ mod tests {
         let used = File::create(place.path().join("file")).expect("created");
         let error = unmount(&place).expect_err("busy");
         assert!(matches!(error, UnmountError::Busy { .. }), "{error}");
+        let process = format!("process {} (", std::process::id());
+        assert!(error.to_string().contains(&process), "{error}");
         drop(used);
         assert_eq!(unmount(&place).expect("unmounted"), Done::Now);
     }

@@ -1,6 +1,9 @@
 //! Unstage: from a mount back to a detached source.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    time::Instant,
+};
 
 use super::{
     Outcome, already,
@@ -19,7 +22,8 @@ use crate::{
     device::{
         Device, DeviceError,
         descriptor_lock::{self, Unlock},
-        openers, ready,
+        openers::{self, Opener},
+        ready,
     },
     error_chain,
     mount::{
@@ -27,6 +31,7 @@ use crate::{
         path::SafePath,
         unmount::{self, UnmountError},
     },
+    observe::logs,
 };
 
 /// `NodeUnstageVolume`. A volume that is not staged is success.
@@ -74,7 +79,7 @@ async fn on_lane(cx: OnLane<'_>, staging_path: PathBuf) -> Result<Outcome, Cause
 
 /// Unmounts, detaches, releases the source and forgets the volume; skips what is done.
 pub(super) async fn tear_down(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
-    let mut record = record.clone();
+    let (mut record, begun) = (record.clone(), Instant::now());
     record.phase = Phase::Unstaging;
     cx.remember(&record).await?;
     if let Some(device) = &record.device {
@@ -97,7 +102,14 @@ pub(super) async fn tear_down(cx: OnLane<'_>, record: &Record) -> Result<(), Cau
         unmount_remote(cx, &record)?;
     }
     detach(cx, &record).await?;
-    forget(cx, &record).await
+    forget(cx, &record).await?;
+    tracing::info!(
+        volume_id = record.volume_id,
+        source = %record.source,
+        micros = logs::micros(begun.elapsed()),
+        "unstaged"
+    );
+    Ok(())
 }
 
 /// Forgets a detached volume; deletes an inline volume's image.
@@ -133,9 +145,11 @@ fn unmount(cx: OnLane<'_>, record: &Record, device: &Device) -> Result<(), Cause
         }
         let done = cx.step("unmount", || unmount::unmount(&place));
         let done = done.map_err(|error| match error {
-            UnmountError::Busy { .. } => Cause::Busy {
+            UnmountError::Busy { users, .. } => Cause::Busy {
                 device: device.node.clone(),
-                openers: openers::openers(device.dev),
+                openers: (users.into_iter().map(Opener::User))
+                    .chain(openers::openers(device.dev))
+                    .collect(),
             },
             UnmountError::Io { .. } => error.into(),
         })?;
