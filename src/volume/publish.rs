@@ -86,6 +86,14 @@ impl Publishing<'_> {
             let target = Target { read_only };
             self.cx.volume.set_target(&self.spec.target_path, target);
         }
+        if done == Done::Now && locked.is_ok() {
+            tracing::info!(
+                volume_id = self.record.volume_id,
+                target_path = %self.spec.target_path.display(),
+                read_only = self.read_only,
+                "published"
+            );
+        }
         locked
     }
 

@@ -3,7 +3,7 @@
 use std::{
     io,
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{
@@ -33,6 +33,7 @@ use crate::{
         options::MountOptions,
         path::SafePath,
     },
+    observe::logs,
 };
 
 /// A device is ready within microseconds of its attach, or something is wrong.
@@ -125,6 +126,24 @@ fn is_still_there(record: &Record, found: Option<&PathKind>) -> bool {
     }
 }
 
+/// The line of a volume's life that says when it was formatted.
+fn log_staged(record: &Record, formatted: bool, took: Duration) {
+    let fs = match record.usage {
+        Use::Block => "block",
+        Use::Mount { .. } => record.fs.map_or(record.source.backend(), FsType::as_str),
+    };
+    let device = record.device.as_ref().map(|device| device.node.display());
+    tracing::info!(
+        volume_id = record.volume_id,
+        source = %record.source,
+        fs,
+        formatted,
+        device = device.map(tracing::field::display),
+        micros = logs::micros(took),
+        "staged"
+    );
+}
+
 /// A volume that is being staged.
 #[derive(Clone, Copy)]
 struct Staging<'a> {
@@ -136,6 +155,7 @@ impl Staging<'_> {
     /// The part of stage that changes something, and is undone if it fails.
     async fn bring_up(self, known: Before) -> Result<(), Cause> {
         let Self { cx, spec } = self;
+        let begun = Instant::now();
         let before = cx.volume.record();
         let mut record = Record::begin(&cx.volume.id, cx.node.backends.boot_id(), spec);
         if let Some(before) = &before {
@@ -173,7 +193,10 @@ impl Staging<'_> {
                     self.mount_remote(&mut record, is_mounted).await
                 };
                 match done {
-                    Ok(()) => return Ok(()),
+                    Ok(formatted) => {
+                        log_staged(&record, formatted, begun.elapsed());
+                        return Ok(());
+                    }
                     Err(cause) => cause,
                 }
             }
@@ -197,14 +220,16 @@ impl Staging<'_> {
     }
 
     /// `is_mounted`: whether something was mounted there before the attach. A mount that
-    /// another process has made since is refused, by the step that mounts.
+    /// another process has made since is refused, by the step that mounts. Returns whether
+    /// the file system was made.
     async fn steps(
         self,
         record: &mut Record,
         attached: &Attachment,
         is_mounted: bool,
-    ) -> Result<(), Cause> {
+    ) -> Result<bool, Cause> {
         let Self { cx, spec } = self;
+        let mut formatted = false;
         let device = &attached.device;
         if !attached.is_ready {
             self.wait_until_ready(device).await?;
@@ -232,6 +257,7 @@ impl Staging<'_> {
                     prepare::prepare(cx, record, attached, &spec.mkfs_options).await?;
                 let root_dev = self.mount(options, device, &prepared, held).await?;
                 (record.fs, record.root_dev) = (Some(prepared.fs), Some(root_dev));
+                formatted = prepared.found.is_none();
                 let larger = |info: &FsInfo| grow::needed(info, prepared.device_bytes);
                 if !spec.read_only && prepared.found.as_ref().is_some_and(larger) {
                     self.grow_to_device(device, prepared.fs)?;
@@ -248,11 +274,12 @@ impl Staging<'_> {
         }
         layout::write_stage_file(cx, record)?;
         record.phase = Phase::Staged;
-        cx.remember(record).await
+        cx.remember(record).await?;
+        Ok(formatted)
     }
 
-    /// Mounts a source without a block device; parameters as of [`Self::steps`].
-    async fn mount_remote(self, record: &mut Record, is_mounted: bool) -> Result<(), Cause> {
+    /// Mounts a source without a block device; parameters and result as of [`Self::steps`].
+    async fn mount_remote(self, record: &mut Record, is_mounted: bool) -> Result<bool, Cause> {
         let Self { cx, spec } = self;
         let Use::Mount { options, .. } = &spec.usage else {
             return Err(DeviceError::NoDevice.into());
@@ -285,7 +312,8 @@ impl Staging<'_> {
             }
         }
         record.phase = Phase::Staged;
-        cx.remember(record).await
+        cx.remember(record).await?;
+        Ok(false)
     }
 
     async fn wait_until_ready(self, device: &Device) -> Result<(), Cause> {

@@ -20,6 +20,7 @@ use super::{
     unstage,
 };
 use crate::{
+    Done,
     device::{
         Owner,
         descriptor_lock::{self, Unlock},
@@ -81,7 +82,13 @@ impl Unpublishing<'_> {
             kind = place.kind().map_err(looking_at(&place))?;
         }
         let removed = place.remove_kind(kind).map_err(at_target)?;
-        already("unpublish", removed);
+        if removed == Done::Now {
+            tracing::info!(
+                volume_id = self.cx.volume.id,
+                target_path = %target_path.display(),
+                "unpublished"
+            );
+        }
         Ok(())
     }
 

@@ -224,4 +224,5 @@ pub fn place_snapshot(
     Snapshots::of(pool).record_as(&entry)?;
     crash_point();
     Ok(entry)
+    tracing::info!(name, source = entry.detail.source, image = %image.display(), "took a snapshot");
 }

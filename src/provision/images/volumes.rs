@@ -179,6 +179,7 @@ impl ImageStore {
         Volumes::of(pool).record_as(&entry)?;
         crash_point();
         Ok(self.volume(pool, &entry, bytes))
+        tracing::info!(name = new.name, image = %image.display(), bytes, "created an image");
     }
 
     /// The answer to a repeated request.

@@ -59,6 +59,8 @@ impl Attempt<'_> {
         let id = rbd::image_id(self.pool, &entry.image)?.ok_or_else(contended)?;
         let (uuid, state) = (self.reserved.uuid, entry.state);
         if self.journal.complete(self.pool, uuid, state, &id)? {
+            let path = format!("{}/{}", self.pool, entry.image);
+            tracing::info!(name = self.name, image = path, "created an image");
             return Ok(());
         }
         Err(contended())

@@ -108,10 +108,13 @@ impl RbdStore {
             let (id, name) = (found.image_id.clone(), found.image.clone());
             images.push(super::trash::Discarded { id, name });
         }
-        Ok(self
-            .purger
-            .discard(&found.pool, &images)
-            .map_err(RbdError::from)?)
+        let discarded = self.purger.discard(&found.pool, &images);
+        discarded.map_err(RbdError::from)?;
+        for image in images {
+            let (handle, path) = (&found.handle, format!("{}/{}", found.pool, image.name));
+            tracing::info!(handle, image = path, "moved an image to the trash");
+        }
+        Ok(())
     }
 
     pub(super) fn expand_volume(
