@@ -61,6 +61,18 @@ impl Device {
     }
 }
 
+impl Device {
+    /// The path of the image file behind the device, if that is another one than when it was
+    /// attached.
+    pub fn renamed_file(&self) -> Option<PathBuf> {
+        // Without a sequence number the device may have been attached anew.
+        let is_same = self.diskseq.is_some() && self.still_matches();
+        matches!(&self.backing, Backing::Image(_) if is_same)
+            .then(|| sysfs::backing_file(self.dev).ok())
+            .flatten()
+    }
+}
+
 /// The source behind a device, as the kernel reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -82,6 +94,8 @@ pub enum Condition {
     Detached,
     /// The file behind it was deleted, and is freed when the device is detached.
     Deleted,
+    /// The file behind it has this path now, which is not its volume's.
+    Renamed(PathBuf),
     /// It works, but nothing would restart its server.
     Unsupervised(String),
     /// Its server does not answer.

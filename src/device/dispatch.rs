@@ -83,10 +83,12 @@ impl Backends {
     /// The condition of the device, found without I/O on it.
     pub fn condition(&self, source: &Source, device: &Device) -> Option<Condition> {
         if source.is_still(device) {
-            self.bind(source).condition(device)
-        } else {
-            Some(Condition::Detached)
+            return self.bind(source).condition(device);
         }
+        Some(match device.renamed_file() {
+            Some(path) => Condition::Renamed(path),
+            None => Condition::Detached,
+        })
     }
 
     /// The device of a volume without a record, by the claim or the identity that this

@@ -46,6 +46,8 @@ pub enum ConditionReason {
     DeviceGone,
     /// The image behind the device was deleted.
     ImageDeleted,
+    /// The image behind the device was renamed.
+    ImageRenamed,
     /// The server of the device would not be restarted.
     ServerUnkept,
     /// The server of the device does not answer.
@@ -62,11 +64,12 @@ pub enum ConditionReason {
 
 impl ConditionReason {
     /// All.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::StepStuck,
         Self::FileSystemStuck,
         Self::DeviceGone,
         Self::ImageDeleted,
+        Self::ImageRenamed,
         Self::ServerUnkept,
         Self::ServerAway,
         Self::FileSystemShutDown,
@@ -82,6 +85,7 @@ impl ConditionReason {
             Self::FileSystemStuck => "FileSystemStuck",
             Self::DeviceGone => "DeviceGone",
             Self::ImageDeleted => "ImageDeleted",
+            Self::ImageRenamed => "ImageRenamed",
             Self::ServerUnkept => "ServerUnkept",
             Self::ServerAway => "ServerAway",
             Self::FileSystemShutDown => "FileSystemShutDown",
@@ -184,6 +188,14 @@ impl Node {
                 ConditionReason::ImageDeleted,
                 format!(
                     "the image behind {node} was deleted; its data is lost when the volume is unstaged"
+                ),
+            ),
+            device::Condition::Renamed(path) => condition(
+                Severity::Degraded,
+                ConditionReason::ImageRenamed,
+                format!(
+                    "the image behind {node} is {} now; rename it back: once unstaged, the volume is not found under that name",
+                    path.display()
                 ),
             ),
             device::Condition::Unsupervised(why) => condition(
