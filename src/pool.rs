@@ -38,7 +38,7 @@ use rustix::fs::{
     openat2, statx,
 };
 
-use crate::{Done, Kind};
+use crate::{Done, Kind, size::exact};
 
 pub mod claim;
 pub mod draft;
@@ -137,8 +137,9 @@ pub enum PoolError {
     NoImage { pool: String, image: String },
     /// An inline volume is larger than the available space.
     #[error(
-        "pool {pool:?} has {available} bytes available beyond the sizes of its volumes, and this \
-         inline volume needs {bytes}; free space, or request less (volumeAttributes.size)"
+        "pool {pool:?} has {} available beyond the sizes of its volumes, and this \
+         inline volume needs {}; free space, or request less (volumeAttributes.size)",
+        exact(*available), exact(*bytes)
     )]
     NoRoom {
         pool: String,
@@ -147,8 +148,9 @@ pub enum PoolError {
     },
     /// An image would grow by more than the available space.
     #[error(
-        "pool {pool:?} has {available} bytes available beyond the sizes of its volumes, and \
-         image {image:?} would grow by {more}; free space, or request less"
+        "pool {pool:?} has {} available beyond the sizes of its volumes, and \
+         image {image:?} would grow by {}; free space, or request less",
+        exact(*available), exact(*more)
     )]
     NoRoomToGrow {
         pool: String,

@@ -105,6 +105,14 @@ pub fn human(bytes: i64) -> String {
     }
 }
 
+/// For messages: exact, and as in a table.
+pub fn exact(bytes: u64) -> String {
+    match i64::try_from(bytes) {
+        Ok(signed) if bytes >= 1024 => format!("{bytes} bytes ({})", human(signed)),
+        _ => format!("{bytes} bytes"),
+    }
+}
+
 impl TryFrom<String> for Size {
     type Error = BadSize;
 
@@ -184,6 +192,14 @@ mod tests {
         ] {
             assert_eq!(human(bytes), text);
         }
+    }
+
+    #[test]
+    fn messages_have_both() {
+        assert_eq!(exact(0), "0 bytes");
+        assert_eq!(exact(1023), "1023 bytes");
+        assert_eq!(exact(8_362_328_064), "8362328064 bytes (7.8Gi)");
+        assert_eq!(exact(u64::MAX), "18446744073709551615 bytes");
     }
 
     proptest! {

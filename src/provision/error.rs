@@ -8,6 +8,7 @@ use crate::{
     admission::Full,
     error_chain,
     pool::{PoolError, claim::ClaimError},
+    size::exact,
 };
 
 /// Why a call failed. Its changes are undone, or the next equal call or start finishes or
@@ -238,8 +239,9 @@ pub enum ProvisionError {
     },
     /// The pool has less room than the volume may take.
     #[error(
-        "pool {pool:?} has {available} bytes available beyond the sizes of its volumes, and \
-         this needs {more}; free space, or let the class exceed the pool (parameter overcommit)"
+        "pool {pool:?} has {} available beyond the sizes of its volumes, and \
+         this needs {}; free space, or let the class exceed the pool (parameter overcommit)",
+        exact(*available), exact(*more)
     )]
     NoRoom {
         /// The pool's name.

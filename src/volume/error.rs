@@ -16,6 +16,7 @@ use crate::{
         attach::MountError, options::MountOptionError, ownership::OwnershipError, path::PathError,
         unmount::UnmountError,
     },
+    size::exact,
 };
 
 /// A call that failed.
@@ -173,7 +174,10 @@ pub enum Cause {
     #[error("{0}")]
     Range(String),
     /// The source is smaller than requested, and may still grow.
-    #[error("its source has {size} bytes, {required} are required; grow the source first")]
+    #[error(
+        "its source has {}, and {} are required; grow the source first",
+        exact(*size), exact(*required)
+    )]
     NotGrown {
         /// The source's size in bytes.
         size: u64,

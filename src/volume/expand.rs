@@ -9,7 +9,7 @@ use super::{
     spec::{Expand, Use},
     stats,
 };
-use crate::kernel::sysfs;
+use crate::{kernel::sysfs, size::exact};
 
 /// `NodeExpandVolume`. Answers with the device's size in bytes.
 pub(super) async fn expand(cx: Context<'_>, spec: &Expand) -> Result<Outcome, Cause> {
@@ -70,7 +70,8 @@ fn on_lane(cx: OnLane<'_>, record: &Record, spec: &Expand) -> Result<Outcome, Ca
     let now = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
     if spec.limit > 0 && now > spec.limit {
         return Err(Cause::Range(format!(
-            "it has {now} bytes, more than limit_bytes {}, and volumes do not shrink",
+            "it has {}, more than limit_bytes {}, and volumes do not shrink",
+            exact(now),
             spec.limit
         )));
     }

@@ -170,7 +170,7 @@ fn a_node_lets_no_volume_grow_beyond_its_pool() {
         refused(
             answer,
             FailedPrecondition,
-            &["bytes available", "free space"],
+            &["available beyond", "free space"],
         );
         assert_eq!(size_of_device(), 64 * MIB);
         let image = fs::metadata(sandbox.image(&thin)).unwrap();

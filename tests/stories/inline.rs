@@ -261,7 +261,7 @@ fn inline_volumes_never_overcommit_their_pool() {
         refused(
             answer,
             ResourceExhausted,
-            &["bytes available", "free space"],
+            &["available beyond", "free space"],
         );
         // The existing volume stays, also when it is published again.
         node.send_publish(publish(&node, &volumes[1]))

@@ -25,6 +25,7 @@ use crate::{
         draft::{Draft, Durability::Durable},
         handle::VolumeHandle,
     },
+    size::exact,
 };
 
 /// The fields of a volume's record.
@@ -178,8 +179,8 @@ impl ImageStore {
         entry.state = EntryState::Ready;
         Volumes::of(pool).record_as(&entry)?;
         crash_point();
-        Ok(self.volume(pool, &entry, bytes))
         tracing::info!(name = new.name, image = %image.display(), bytes, "created an image");
+        Ok(self.volume(pool, &entry, bytes))
     }
 
     /// The answer to a repeated request.
@@ -199,7 +200,7 @@ impl ImageStore {
         } else if detail.many_nodes_write && !there.many_nodes_write {
             "it does not support several nodes that write".to_owned()
         } else if !range.holds(bytes) {
-            format!("it has {bytes} bytes")
+            format!("it has {}", exact(bytes))
         } else {
             return Ok(self.volume(pool, entry, bytes));
         };
@@ -229,7 +230,8 @@ impl ImageStore {
             return Err(ProvisionError::Size {
                 field: "limit_bytes",
                 why: format!(
-                    "the volume has {before} bytes already, and volumes never become smaller"
+                    "the volume has {} already, and volumes never become smaller",
+                    exact(before)
                 ),
             });
         }

@@ -23,6 +23,7 @@ use crate::{
         csi_format::journal::Journal,
     },
     secret::Secrets,
+    size::exact,
 };
 
 impl RbdStore {
@@ -136,7 +137,10 @@ impl RbdStore {
                 }
                 return Ok(before);
             }
-            let why = format!("the volume has {before} bytes already, and volumes cannot shrink");
+            let why = format!(
+                "the volume has {} already, and volumes cannot shrink",
+                exact(before)
+            );
             let field = "limit_bytes";
             return Err(ProvisionError::Size { field, why });
         }
