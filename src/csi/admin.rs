@@ -212,6 +212,7 @@ fn held(volume: Listed) -> HeldVolume {
         .unwrap_or_default();
     let mut held = HeldVolume {
         volume_id: volume.volume_id,
+        name: volume.name,
         backend: volume.backend.to_owned(),
         device,
         device_number,

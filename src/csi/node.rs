@@ -98,6 +98,11 @@ impl NodeService {
         let source = Source::parse(&request.volume_context, &request.volume_id)
             .map_err(|error| Status::from(&Cause::from(error)))?;
         let stage = Stage {
+            name: request
+                .volume_context
+                .get("name")
+                .cloned()
+                .unwrap_or_default(),
             source,
             staging_path: clean(&request.staging_target_path),
             usage: parsed.usage,

@@ -39,6 +39,7 @@ pub fn stage(node: &Node, handle: &str, desired: &Desired) -> Result<Stage, Caus
     let context = desired.source.clone().into_iter().collect();
     let parsed = Parsed::new(&capability(desired), &context, false)?;
     Ok(Stage {
+        name: String::new(),
         source: Source::parse(&context, handle)?,
         staging_path: staging_path(node, handle),
         usage: parsed.usage,

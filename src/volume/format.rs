@@ -43,6 +43,7 @@ async fn on_lane(cx: OnLane<'_>, spec: Format, looking: Permit) -> Result<Outcom
         unstage::tear_down(cx, &record).await?;
     }
     let attach = Stage {
+        name: String::new(),
         source,
         staging_path: PathBuf::new(),
         usage: Use::Block,

@@ -255,6 +255,8 @@ impl Volume {
 #[derive(Clone, Debug)]
 pub struct Listed {
     pub volume_id: String,
+    /// The name that it was created with; empty if it is not known.
+    pub name: String,
     /// The backend's name.
     pub backend: &'static str,
     /// The device, once attached.
@@ -286,6 +288,7 @@ impl Node {
         let record = held.as_ref().map(|held| &held.record);
         Listed {
             volume_id: volume.id.clone(),
+            name: record.map(|r| r.name.clone()).unwrap_or_default(),
             backend: record.map_or("", |r| r.source.backend()),
             device: record.and_then(|r| r.device.clone()),
             access: record.map_or("", |r| match (&r.usage, r.fs) {

@@ -523,6 +523,7 @@ fn find(
     }
     let record = Record {
         volume_id: volume_id.to_owned(),
+        name: String::new(),
         boot_id: backends.boot_id().to_owned(),
         phase: Phase::Staged,
         source,

@@ -30,6 +30,9 @@ use crate::{
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     pub volume_id: String,
+    /// The name that it was created with, for listings; empty if it is not known.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub name: String,
     /// The boot's id: the fields below hold for this boot only.
     pub boot_id: String,
     /// How far its stage or unstage has come.
@@ -99,6 +102,7 @@ impl Record {
     pub fn begin(volume_id: &str, boot_id: &str, spec: &Stage) -> Self {
         Self {
             volume_id: volume_id.to_owned(),
+            name: spec.name.clone(),
             boot_id: boot_id.to_owned(),
             phase: Phase::Staging,
             source: spec.source.clone(),

@@ -123,6 +123,8 @@ impl fmt::Display for Use {
 /// `NodeStageVolume`, or the staging half of an inline volume's publish.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stage {
+    /// The name that it was created with; empty where the volume context has none.
+    pub name: String,
     /// The source of its data.
     pub source: Source,
     /// Where to mount; for raw block just remembered.

@@ -68,6 +68,7 @@ impl NodeService {
                 group: parsed.group,
             },
             stage: Stage {
+                name: String::new(),
                 source,
                 staging_path,
                 usage: parsed.usage,
