@@ -48,10 +48,9 @@ sync -f "$work/mnt/data"
 show uringctl stats "$data"
 
 title "Snapshot the mounted volume, and restore it"
-snapshot=$(uringctl snapshot create "$data" before --json | sed -n 's/.*"snapshot_id": "\(.*\)".*/\1/p')
-show uringctl snapshot list
+show uringctl snapshot create "$data" before
 echo "written after the snapshot" >>"$work/mnt/data/story"
-show uringctl up restored 1Gi "$work/mnt/restored" --from-snapshot "$snapshot" \
+show uringctl up restored 1Gi "$work/mnt/restored" --from-snapshot before \
   "${class[@]}" "${mounted[@]}"
 show cat "$work/mnt/restored/story"
 
@@ -85,7 +84,7 @@ show uringctl health
 title "Unpublish, unstage and delete"
 show uringctl down "$data" --delete
 for volume in "${volumes[@]}"; do uringctl down "$(id_of "$volume")" --delete >/dev/null; done
-show uringctl snapshot delete "$snapshot"
+show uringctl snapshot delete before
 if [[ $BACKEND == nfs ]]; then show ls "$work/export"; else show uringctl list; fi
 show uringctl volumes
 

@@ -111,7 +111,7 @@ pub struct Cli {
         env = "URING_CSI_SECRETS"
     )]
     secrets: Option<PathBuf>,
-    /// Print JSON
+    /// Print JSON: the answer on stdout, an error on stderr
     #[arg(long, global = true, help_heading = ANYWHERE)]
     json: bool,
     #[command(subcommand)]
@@ -173,6 +173,7 @@ struct Completions {
 pub fn main() -> ExitCode {
     complete::answer_shell();
     let cli = Cli::parse();
+    let json = cli.json;
     let done = match runtime() {
         Ok(runtime) => runtime.block_on(cli.answer()),
         Err(source) => Err(CliError::Io {
@@ -184,7 +185,11 @@ pub fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("uringctl: {}", error_chain(&error));
+            if json {
+                eprintln!("{}", error.to_json());
+            } else {
+                eprintln!("uringctl: {}", error_chain(&error));
+            }
             ExitCode::from(error.exit_code())
         }
     }
@@ -224,60 +229,36 @@ impl Cli {
         let json = self.json;
         let context = &self.context()?;
         match self.command {
-            Command::Up(it) => print(&it.run(context).await?, json),
-            Command::Down(it) => print(&it.run(context).await?, json),
-            Command::Create(it) => print(&it.run(context).await?, json),
-            Command::Clone(it) => print(&it.run(context).await?, json),
-            Command::Delete(it) => {
-                let answer = it.run(context).await;
-                print(&answer, json)?;
-                answer.require_success()
-            }
-            Command::List(it) => {
-                let listed = it.run(context).await?;
-                print(&listed, json)?;
-                listed.require_complete()
-            }
-            Command::Expand(it) => print(&it.run(context).await?, json),
-            Command::Snapshot(it) => {
-                let answer = it.run(context).await?;
-                print(&answer, json)?;
-                answer.require_complete()
-            }
-            Command::Orphans(it) => {
-                let answer = it.run(context).await?;
-                print(&answer, json)?;
-                answer.require_complete()
-            }
-            Command::Stage(it) => print(&it.run(context).await?, json),
-            Command::Publish(it) => print(&it.run(context).await?, json),
-            Command::Unpublish(it) => print(&it.run(context).await?, json),
-            Command::Unstage(it) => print(&it.run(context).await?, json),
-            Command::Wanted(it) => print(&it.run(context).await?, json),
-            Command::Plan(it) => print(&it.run(context).await?, json),
-            Command::Wait(it) => print(&it.run(context).await?, json),
-            Command::Apply(it) => print(&it.run(context).await?, json),
-            Command::Remove(it) => print(&it.run(context).await?, json),
-            Command::Volumes(it) => print(&it.run(context).await?, json),
-            Command::Stats(it) => print(&it.run(context).await?, json),
-            Command::Health(it) => print(&it.run(context).await?, json),
-            Command::Info(it) => print(&it.run(context).await?, json),
-            Command::Doctor(it) => {
-                let answer = it.run(context).await?;
-                print(&answer, json)?;
-                answer.require_success()
-            }
+            Command::Up(it) => print(it.run(context).await, json),
+            Command::Down(it) => print(it.run(context).await, json),
+            Command::Create(it) => print(it.run(context).await?, json),
+            Command::Clone(it) => print(it.run(context).await?, json),
+            Command::Delete(it) => print(it.run(context).await, json),
+            Command::List(it) => print(it.run(context).await?, json),
+            Command::Expand(it) => print(it.run(context).await?, json),
+            Command::Snapshot(it) => print(it.run(context).await?, json),
+            Command::Orphans(it) => print(it.run(context).await?, json),
+            Command::Stage(it) => print(it.run(context).await?, json),
+            Command::Publish(it) => print(it.run(context).await?, json),
+            Command::Unpublish(it) => print(it.run(context).await?, json),
+            Command::Unstage(it) => print(it.run(context).await?, json),
+            Command::Wanted(it) => print(it.run(context).await?, json),
+            Command::Plan(it) => print(it.run(context).await?, json),
+            Command::Wait(it) => print(it.run(context).await?, json),
+            Command::Apply(it) => print(it.run(context).await?, json),
+            Command::Remove(it) => print(it.run(context).await?, json),
+            Command::Volumes(it) => print(it.run(context).await?, json),
+            Command::Stats(it) => print(it.run(context).await?, json),
+            Command::Health(it) => print(it.run(context).await?, json),
+            Command::Info(it) => print(it.run(context).await?, json),
+            Command::Doctor(it) => print(it.run(context).await?, json),
             #[cfg(feature = "node")]
-            Command::Takeover(it) => print(&it.run()?, json),
-            Command::Capabilities(it) => print(&it.run(context).await?, json),
-            Command::Format(it) => print(&it.run(context).await?, json),
-            Command::Release(it) => print(&it.run()?, json),
-            Command::Reattach(it) => print(&it.run(context).await?, json),
-            Command::Bench(it) => {
-                let answer = it.run(context).await?;
-                print(&answer, json)?;
-                answer.require_success()
-            }
+            Command::Takeover(it) => print(it.run()?, json),
+            Command::Capabilities(it) => print(it.run(context).await?, json),
+            Command::Format(it) => print(it.run(context).await?, json),
+            Command::Release(it) => print(it.run()?, json),
+            Command::Reattach(it) => print(it.run(context).await?, json),
+            Command::Bench(it) => print(it.run(context).await?, json),
             Command::Completions(it) => {
                 let script = complete::script(it.shell).map_err(|source| CliError::Io {
                     doing: "write the script for",
@@ -290,8 +271,10 @@ impl Cli {
     }
 }
 
-fn print(answer: &impl Answer, json: bool) -> Result<(), CliError> {
-    written(answer::print(answer, json))
+/// Prints the answer, also that of a command that did a part of its work.
+fn print(answer: impl Answer, json: bool) -> Result<(), CliError> {
+    written(answer::print(&answer, json))?;
+    answer.require_success()
 }
 
 fn written(done: io::Result<()>) -> Result<(), CliError> {

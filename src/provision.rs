@@ -144,6 +144,8 @@ pub struct NewSnapshot {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SnapshotInfo {
     pub handle: String,
+    /// The name that the request gave it.
+    pub name: String,
     /// The handle of the volume that it was taken of.
     pub source: String,
     /// Its size, and the least size of a volume made from it.

@@ -18,7 +18,7 @@ use crate::proto::csi::{
 /// Shows the agents behind both sockets, and whether the node is ready
 #[derive(Args, Debug)]
 #[command(after_help = "\
-An agent that cannot be reached is listed as unreachable; the exit code is 6 only if
+An agent that cannot be reached is listed as unreachable; the exit code is 8 only if
 neither can be reached.
 
 Example:

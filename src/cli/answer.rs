@@ -2,13 +2,23 @@
 
 use std::io::{self, Write};
 
-use comfy_table::{Table, presets};
+use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
+
+use super::error::CliError;
 
 /// A command's result. Its JSON is the serde form; field names are stable.
 pub trait Answer: Serialize {
     /// The text form, without the last newline; may be empty.
     fn text(&self) -> String;
+
+    /// What failed or is wrong besides, once the answer is printed.
+    fn require_success(self) -> Result<(), CliError>
+    where
+        Self: Sized,
+    {
+        Ok(())
+    }
 }
 
 /// Prints `answer` to stdout.
@@ -34,14 +44,26 @@ pub fn write(bytes: &[u8]) -> io::Result<()> {
 }
 
 /// A table under `header`, or `when_empty` where there are no rows. It has no borders,
-/// so that awk, or a selection by mouse, gets the bare cells.
+/// so that awk, or a selection by mouse, gets the bare cells. On a terminal that is
+/// narrower, long cells are wrapped; in a pipe each row is one line.
 pub fn table<const N: usize>(
     header: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,
     when_empty: &str,
 ) -> String {
+    let table = filled(header, rows);
+    if table.is_empty() {
+        return when_empty.to_owned();
+    }
+    table.trim_fmt()
+}
+
+fn filled<const N: usize>(header: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> Table {
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header(header);
+    table
+        .load_preset(presets::NOTHING)
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_header(header);
     for row in rows {
         table.add_row(row.map(|cell| {
             if cell.is_empty() {
@@ -51,13 +73,10 @@ pub fn table<const N: usize>(
             }
         }));
     }
-    if table.is_empty() {
-        return when_empty.to_owned();
-    }
     if let Some(first) = table.column_mut(0) {
         first.set_padding((0, 1));
     }
-    table.trim_fmt()
+    table
 }
 
 /// `key: value` lines with the values in one column.
@@ -86,6 +105,18 @@ mod tests {
         let text = table(["NAME", "DEVICE"], rows, "nothing");
         assert_eq!(text, "NAME       DEVICE\na          -\nlong-name  x");
         assert_eq!(table(["NAME"], [], "nothing here"), "nothing here");
+    }
+
+    #[test]
+    fn a_wide_table_is_wrapped_on_a_terminal_alone() {
+        let rows = || [["data-1".to_owned(), "word ".repeat(40)]];
+        assert_eq!(table(["NAME", "WHY"], rows(), "").lines().count(), 2);
+        let on_terminal = filled(["NAME", "WHY"], rows()).set_width(80).trim_fmt();
+        assert!(on_terminal.lines().count() > 2, "{on_terminal}");
+        assert!(
+            on_terminal.lines().all(|line| line.len() <= 80),
+            "{on_terminal}"
+        );
     }
 
     #[test]

@@ -107,8 +107,8 @@ pub struct NewVolumeArgs {
     /// StorageClass parameter (repeatable)
     #[arg(long = "parameter", short = 'p', value_name = "KEY=VALUE", value_parser = key_value)]
     pub parameters: Vec<(String, String)>,
-    /// Snapshot to create the volume from
-    #[arg(long, value_name = "ID", conflicts_with = "from_volume")]
+    /// Snapshot to create the volume from, by name or id
+    #[arg(long, value_name = "SNAPSHOT", conflicts_with = "from_volume")]
     pub from_snapshot: Option<String>,
     /// Volume to copy
     #[arg(long, value_name = "VOLUME")]

@@ -33,11 +33,18 @@ pub struct Attached {
     /// staged, published, unpublished or unstaged.
     state: &'static str,
     path: PathBuf,
+    /// Whether there was nothing to undo.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    was_done: Option<bool>,
 }
 
 impl Answer for Attached {
     fn text(&self) -> String {
-        format!("{} {} at {}", self.volume, self.state, self.path.display())
+        let path = self.path.display();
+        if self.was_done == Some(true) {
+            return format!("{} was {} already at {path}", self.volume, self.state);
+        }
+        format!("{} {} at {path}", self.volume, self.state)
     }
 }
 
@@ -88,6 +95,7 @@ impl Stage {
             volume_id,
             state: "staged",
             path,
+            was_done: None,
         })
     }
 }
@@ -134,6 +142,7 @@ impl Publish {
             volume_id: held.volume_id,
             state: "published",
             path,
+            was_done: None,
         })
     }
 }
@@ -155,14 +164,18 @@ impl Unpublish {
     pub async fn run(self, context: &Context) -> Result<Attached, CliError> {
         let path = absolute(&self.path)?;
         let volume_id = context.volume_id(&self.volume).await?;
-        context
-            .unpublish(&self.volume, &volume_id, &path.to_string_lossy())
-            .await?;
+        let target = path.to_string_lossy();
+        let held = context.held().await?;
+        let is_published = held.iter().any(|held| {
+            held.volume_id == volume_id && held.targets.iter().any(|it| it.path == target)
+        });
+        context.unpublish(&self.volume, &volume_id, &target).await?;
         Ok(Attached {
             volume: self.volume,
             volume_id,
             state: "unpublished",
             path,
+            was_done: Some(!is_published),
         })
     }
 }
@@ -187,7 +200,8 @@ impl Unstage {
         let held = context.held().await?;
         // The agent does not know a volume that has left the node, and answers success
         // for any path.
-        let path = match held.iter().find(|held| held.volume_id == volume_id) {
+        let here = held.iter().find(|held| held.volume_id == volume_id);
+        let path = match here {
             Some(held) if !held.staging_path.is_empty() => PathBuf::from(&held.staging_path),
             _ => context.staging_path(&volume_id).await?,
         };
@@ -202,6 +216,7 @@ impl Unstage {
             volume_id,
             state: "unstaged",
             path,
+            was_done: Some(here.is_none()),
         })
     }
 }

@@ -61,9 +61,16 @@ pub enum BenchAnswer {
     Cleaned(clean::Cleaned),
 }
 
-impl BenchAnswer {
-    /// An error if something is left, or a call has failed, or the run was interrupted.
-    pub fn require_success(self) -> Result<(), CliError> {
+impl Answer for BenchAnswer {
+    fn text(&self) -> String {
+        match self {
+            Self::Report(report) => report.text(),
+            Self::Comparison(comparison) => comparison.text(),
+            Self::Cleaned(cleaned) => cleaned.text(),
+        }
+    }
+
+    fn require_success(self) -> Result<(), CliError> {
         match self {
             Self::Report(report) if !report.left.is_empty() => Err(CliError::Left(report.left)),
             Self::Report(report) if report.failed_calls() > 0 => {
@@ -72,16 +79,6 @@ impl BenchAnswer {
             Self::Report(report) if report.interrupted => Err(CliError::Interrupted),
             Self::Cleaned(cleaned) if !cleaned.left.is_empty() => Err(CliError::Left(cleaned.left)),
             _ => Ok(()),
-        }
-    }
-}
-
-impl Answer for BenchAnswer {
-    fn text(&self) -> String {
-        match self {
-            Self::Report(report) => report.text(),
-            Self::Comparison(comparison) => comparison.text(),
-            Self::Cleaned(cleaned) => cleaned.text(),
         }
     }
 }

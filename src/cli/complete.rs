@@ -102,20 +102,23 @@ async fn held(context: &Context) -> Vec<String> {
     held.into_iter().map(|volume| volume.volume_id).collect()
 }
 
-/// Snapshots, by their ids, which are all that they have.
+/// Snapshots, by their names or else ids.
 fn snapshots() -> ArgValueCompleter {
     completer(async |context| {
-        let listed = context.list_snapshots("").await;
+        let listed = context.list_snapshots(String::new()).await;
         let (snapshots, _) = listed.unwrap_or_default();
-        let snapshots = snapshots.into_iter();
-        snapshots.map(|snapshot| snapshot.snapshot_id).collect()
+        let names = snapshots.into_iter().map(|one| match one.name {
+            name if name.is_empty() => one.snapshot_id,
+            name => name,
+        });
+        names.collect()
     })
 }
 
-/// Group snapshots, by the same.
+/// Group snapshots, by their ids.
 fn group_snapshots() -> ArgValueCompleter {
     completer(async |context| {
-        let listed = context.list_snapshots("").await;
+        let listed = context.list_snapshots(String::new()).await;
         let (snapshots, _) = listed.unwrap_or_default();
         let groups = snapshots.into_iter().map(|one| one.group_snapshot_id);
         let groups: BTreeSet<_> = groups.filter(|id| !id.is_empty()).collect();

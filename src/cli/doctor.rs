@@ -114,21 +114,6 @@ impl Doctor {
     }
 }
 
-impl DoctorAnswer {
-    /// An error where the node agent would not start.
-    pub fn require_success(&self) -> Result<(), CliError> {
-        let bad = self
-            .checks
-            .iter()
-            .filter(|check| check.state == CheckState::Bad);
-        let names: Vec<_> = bad.map(|check| check.name.as_str()).collect();
-        if names.is_empty() {
-            return Ok(());
-        }
-        Err(CliError::Unfit(names.join(", ")))
-    }
-}
-
 impl Answer for DoctorAnswer {
     /// A line for each check, and one below it where there is something to do.
     fn text(&self) -> String {
@@ -141,6 +126,18 @@ impl Answer for DoctorAnswer {
             }
         });
         lines.collect::<Vec<_>>().join("\n")
+    }
+
+    fn require_success(self) -> Result<(), CliError> {
+        let bad = self
+            .checks
+            .iter()
+            .filter(|check| check.state == CheckState::Bad);
+        let names: Vec<_> = bad.map(|check| check.name.as_str()).collect();
+        if names.is_empty() {
+            return Ok(());
+        }
+        Err(CliError::Unfit(names.join(", ")))
     }
 }
 

@@ -1,21 +1,31 @@
 //! Errors, each in one sentence, and their exit codes.
 
-use std::{io, path::PathBuf};
+use std::{
+    io::{self, ErrorKind},
+    path::PathBuf,
+};
 
+use serde::Serialize;
 use tonic::{Code, Status};
 
-use crate::{ceph::client::CredentialsError, endpoint::Endpoint, pool::claim::ClaimError};
+use crate::{
+    ceph::client::CredentialsError, endpoint::Endpoint, error_chain, pool::claim::ClaimError,
+    proto::code_name,
+};
 
 /// The last part of `uringctl --help`.
 pub const EXIT_CODES: &str = "\
 Exit codes:
   0  success, also if there was nothing left to do
-  1  any other failure, or an incomplete list
+  1  any other failure, an incomplete list, or a machine that `doctor` finds unfit
   2  the command line or the request is wrong
   3  no such volume, snapshot, node or path
   4  a volume or snapshot of that name exists and differs
   5  in use, or not in the state that the command requires
-  6  not finished: repeat the command, which resumes or joins the work";
+  6  not finished: repeat the command, which resumes or joins the work
+  7  no room: the pool is full or not on this node, or too many volumes wait already
+  8  no agent: it does not run, or this user may not use its socket
+  9  `health` found an unhealthy volume";
 
 /// The agent that serves a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +62,9 @@ pub enum CliError {
     /// `doctor` found what keeps the node agent from starting.
     #[error("the node agent cannot run on this machine as it is: {0}")]
     Unfit(String),
+    /// `health` was printed, and not all is well.
+    #[error("unhealthy: {}", .0.join(", "))]
+    Unhealthy(Vec<String>),
     /// The agent answered with an error.
     #[error("cannot {doing}: {}", message_of(.status))]
     Refused {
@@ -87,15 +100,20 @@ pub enum CliError {
     /// Neither the node nor the controller knows the volume.
     #[error("no volume has the name or id {0:?}; `uringctl list` shows all volumes")]
     NoSuchVolume(String),
+    /// The controller knows no such snapshot.
+    #[error("no snapshot has the name or id {0:?}; `uringctl snapshot list` shows all snapshots")]
+    NoSuchSnapshot(String),
     /// The volume is not on the node.
     #[error("this node does not hold {0:?}; `uringctl volumes` shows what it holds")]
     NotHeld(String),
-    /// A name that more than one volume has.
-    #[error("{} volumes have the name {name:?}; pass an id instead: {}", .ids.len(), .ids.join(", "))]
+    /// A name that more than one volume or snapshot has.
+    #[error("{} {what} have the name {name:?}; pass an id instead: {}", .ids.len(), .ids.join(", "))]
     Ambiguous {
+        /// volumes or snapshots.
+        what: &'static str,
         /// The name.
         name: String,
-        /// The volumes' ids.
+        /// Their ids.
         ids: Vec<String>,
     },
     /// A destructive command without its `--confirm`.
@@ -198,7 +216,10 @@ impl CliError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Refused { status, .. } => exit_code_of(status.code()),
-            Self::Unreachable { .. } | Self::NotYet { .. } => 6,
+            Self::Unreachable { why, .. } if is_lost(why) => 6,
+            Self::Unreachable { .. } => 8,
+            Self::NotYet { .. } => 6,
+            Self::Unhealthy(_) => 9,
             Self::IncompleteList(_)
             | Self::MissingField { .. }
             | Self::CallsFailed(_)
@@ -208,7 +229,7 @@ impl CliError {
             | Self::Claim(_)
             | Self::Unfit(_)
             | Self::Io { .. } => 1,
-            Self::NoSuchVolume(_) | Self::NotHeld(_) => 3,
+            Self::NoSuchVolume(_) | Self::NoSuchSnapshot(_) | Self::NotHeld(_) => 3,
             Self::Ambiguous { .. }
             | Self::Unconfirmed { .. }
             | Self::Unanswered(_)
@@ -219,10 +240,44 @@ impl CliError {
         }
     }
 
-    /// Whether the call may have done its work nevertheless, so that it is to be repeated.
+    /// Whether the call may have done its work nevertheless, or may succeed later, so that
+    /// it is to be repeated.
     pub fn is_uncertain(&self) -> bool {
-        matches!(self, Self::Refused { .. } | Self::Unreachable { .. }) && self.exit_code() == 6
+        matches!(self, Self::Refused { .. } | Self::Unreachable { .. })
+            && matches!(self.exit_code(), 6..=8)
     }
+
+    /// As one line of JSON.
+    pub fn to_json(&self) -> String {
+        let code = match self {
+            Self::Refused { status, .. } => Some(code_name(status.code())),
+            _ => None,
+        };
+        let error = ErrorAnswer {
+            error: error_chain(self),
+            exit_code: self.exit_code(),
+            code,
+        };
+        serde_json::to_string(&error).unwrap_or_default()
+    }
+}
+
+/// An error as printed.
+#[derive(Serialize)]
+struct ErrorAnswer {
+    error: String,
+    exit_code: u8,
+    /// The gRPC code of an agent's answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    code: Option<&'static str>,
+}
+
+/// Whether a connection was lost, and not refused: the call may have begun.
+fn is_lost(error: &io::Error) -> bool {
+    !matches!(
+        error.kind(),
+        ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::ConnectionRefused
+    )
 }
 
 fn exit_code_of(code: Code) -> u8 {
@@ -232,12 +287,8 @@ fn exit_code_of(code: Code) -> u8 {
         Code::NotFound => 3,
         Code::AlreadyExists => 4,
         Code::FailedPrecondition => 5,
-        // The codes that kubelet does not take as final either.
-        Code::Cancelled
-        | Code::DeadlineExceeded
-        | Code::Unavailable
-        | Code::ResourceExhausted
-        | Code::Aborted => 6,
+        Code::Cancelled | Code::DeadlineExceeded | Code::Unavailable | Code::Aborted => 6,
+        Code::ResourceExhausted => 7,
         Code::Unknown
         | Code::PermissionDenied
         | Code::Unimplemented
@@ -272,6 +323,8 @@ fn connect_error(status: &Status) -> Option<io::Error> {
 
 #[cfg(test)]
 mod tests {
+    use rustix::io::Errno;
+
     use super::*;
 
     fn refused(code: Code, message: &str) -> CliError {
@@ -312,11 +365,41 @@ mod tests {
             (Code::Aborted, 6),
             (Code::DeadlineExceeded, 6),
             (Code::Unavailable, 6),
+            (Code::ResourceExhausted, 7),
             (Code::Internal, 1),
             (Code::Unimplemented, 1),
         ] {
             assert_eq!(refused(code, "x").exit_code(), exit, "{code:?}");
         }
+    }
+
+    #[test]
+    fn a_repeat_may_cure_a_lost_connection_and_not_a_refused_one() {
+        for (why, exit) in [
+            (Errno::CONNREFUSED, 8),
+            (Errno::ACCESS, 8),
+            (Errno::CONNRESET, 6),
+            (Errno::PIPE, 6),
+        ] {
+            let error = CliError::Unreachable {
+                doing: "stage data".to_owned(),
+                agent: Agent::Node,
+                endpoint: "/run/x.sock".parse().unwrap(),
+                why: why.into(),
+            };
+            assert_eq!(error.exit_code(), exit, "{why}");
+        }
+    }
+
+    #[test]
+    fn an_error_is_json_with_its_codes() {
+        let text = refused(Code::NotFound, "no volume \"x\"").to_json();
+        let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(json["error"], "cannot stage data: no volume \"x\"");
+        assert_eq!(json["exit_code"], 3);
+        assert_eq!(json["code"], "NOT_FOUND");
+        let text = CliError::Declined.to_json();
+        assert!(!text.contains("\"code\""), "{text}");
     }
 
     #[tokio::test]
@@ -328,7 +411,7 @@ mod tests {
             .await
             .unwrap_err();
         let error = CliError::of_call("ask".to_owned(), Agent::Node, &endpoint, status);
-        assert_eq!(error.exit_code(), 6);
+        assert_eq!(error.exit_code(), 8);
         let text = error.to_string();
         assert!(
             text.contains("unix:///nonexistent/node.sock (No such file")

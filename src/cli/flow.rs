@@ -17,11 +17,14 @@ use super::{
 };
 use crate::size::Size;
 
-/// The steps of a command.
-#[derive(Debug, Serialize)]
+/// The steps of a command that were done.
+#[derive(Debug, Default, Serialize)]
 pub struct Flow {
     volume_id: String,
     steps: Vec<StepTime>,
+    /// The error of the next step.
+    #[serde(skip)]
+    failed: Option<CliError>,
 }
 
 #[derive(Debug, Serialize)]
@@ -32,13 +35,6 @@ struct StepTime {
 }
 
 impl Flow {
-    fn new(volume_id: &str) -> Self {
-        Self {
-            volume_id: volume_id.to_owned(),
-            steps: Vec::new(),
-        }
-    }
-
     /// Awaits `work` and records how long it took.
     async fn step<T>(
         &mut self,
@@ -50,7 +46,8 @@ impl Flow {
         let done = work.await?;
         self.steps.push(StepTime {
             name,
-            milliseconds: start.elapsed().as_secs_f64() * 1e3,
+            // To the microsecond: further digits say nothing.
+            milliseconds: (start.elapsed().as_secs_f64() * 1e6).round() / 1e3,
             detail: detail.into(),
         });
         Ok(done)
@@ -66,7 +63,15 @@ impl Answer for Flow {
                 step.detail.clone(),
             ]
         });
-        table(["STEP", "TIME", "WHAT"], rows, "nothing to do")
+        let when_empty = match self.failed {
+            None => "nothing to do",
+            Some(_) => "",
+        };
+        table(["STEP", "TIME", "WHAT"], rows, when_empty)
+    }
+
+    fn require_success(self) -> Result<(), CliError> {
+        self.failed.map_or(Ok(()), Err)
     }
 }
 
@@ -101,9 +106,14 @@ pub struct Up {
 
 impl Up {
     /// Runs the command.
-    pub async fn run(self, context: &Context) -> Result<Flow, CliError> {
+    pub async fn run(self, context: &Context) -> Flow {
+        let mut flow = Flow::default();
+        flow.failed = self.steps(context, &mut flow).await.err();
+        flow
+    }
+
+    async fn steps(self, context: &Context, flow: &mut Flow) -> Result<(), CliError> {
         let path = absolute(&self.path)?;
-        let mut flow = Flow::new("");
         let create = context.create_volume(self.name.clone(), self.size, &self.usage, &self.origin);
         let volume = flow.step("create", self.name.as_str(), create).await?;
         flow.volume_id.clone_from(&volume.volume_id);
@@ -127,8 +137,7 @@ impl Up {
             volume.volume_context.clone(),
         );
         let detail = path.to_string_lossy();
-        flow.step("publish", detail, publish).await?;
-        Ok(flow)
+        flow.step("publish", detail, publish).await
     }
 }
 
@@ -149,7 +158,13 @@ pub struct Down {
 
 impl Down {
     /// Runs the command.
-    pub async fn run(self, context: &Context) -> Result<Flow, CliError> {
+    pub async fn run(self, context: &Context) -> Flow {
+        let mut flow = Flow::default();
+        flow.failed = self.steps(context, &mut flow).await.err();
+        flow
+    }
+
+    async fn steps(self, context: &Context, flow: &mut Flow) -> Result<(), CliError> {
         let wanted = &self.volume;
         let held = match context.held_volume(wanted).await {
             Ok(held) => Some(held),
@@ -161,7 +176,7 @@ impl Down {
             Some(held) => held.volume_id.clone(),
             None => context.volume(wanted).await?.volume_id,
         };
-        let mut flow = Flow::new(&volume_id);
+        flow.volume_id.clone_from(&volume_id);
         if let Some(held) = held {
             for target in &held.targets {
                 let unpublish = context.unpublish(wanted, &volume_id, &target.path);
@@ -183,6 +198,6 @@ impl Down {
             let delete = context.delete_volume(wanted, volume_id.clone());
             flow.step("delete", volume_id.as_str(), delete).await?;
         }
-        Ok(flow)
+        Ok(())
     }
 }

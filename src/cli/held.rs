@@ -41,7 +41,7 @@ pub struct VolumesAnswer {
 
 #[derive(Debug, Serialize)]
 struct HeldAnswer {
-    /// From the controller; empty where it cannot be reached.
+    /// Empty where neither the node nor a controller knows it.
     name: String,
     volume_id: String,
     backend: String,
@@ -68,41 +68,42 @@ struct TargetAnswer {
 impl Volumes {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<VolumesAnswer, CliError> {
-        let held = context.held().await?;
-        let names = context.names().await;
-        let volumes = held.into_iter().map(|volume| {
-            let name = names.get(&volume.volume_id).cloned().unwrap_or_default();
-            HeldAnswer::new(name, volume)
-        });
+        let mut held = context.held().await?;
+        context.add_names(&mut held).await;
         Ok(VolumesAnswer {
-            volumes: volumes.collect(),
+            volumes: held.into_iter().map(HeldAnswer::new).collect(),
         })
     }
 }
 
 impl Context {
-    /// Names by id; empty without a controller.
-    async fn names(&self) -> HashMap<String, String> {
-        let volumes = self.list_volumes().await.unwrap_or_default();
-        volumes
-            .into_iter()
+    /// Adds the names that the node does not know, as far as the controller can be reached.
+    async fn add_names(&self, held: &mut [HeldVolume]) {
+        if held.iter().all(|volume| !volume.name.is_empty()) {
+            return;
+        }
+        let volumes = self.list_volumes().await.unwrap_or_default().into_iter();
+        let names: HashMap<_, _> = volumes
             .map(|volume| {
                 let name = name_of(&volume.volume_context).to_owned();
                 (volume.volume_id, name)
             })
-            .collect()
+            .collect();
+        for volume in held.iter_mut().filter(|volume| volume.name.is_empty()) {
+            volume.name = names.get(&volume.volume_id).cloned().unwrap_or_default();
+        }
     }
 }
 
 impl HeldAnswer {
-    fn new(name: String, held: HeldVolume) -> Self {
+    fn new(held: HeldVolume) -> Self {
         let under_way = under_way(&held).unwrap_or_default();
         let targets = held.targets.into_iter().map(|target| TargetAnswer {
             path: target.path,
             read_only: target.read_only,
         });
         Self {
-            name,
+            name: held.name,
             volume_id: held.volume_id,
             backend: held.backend,
             device: held.device,
@@ -255,6 +256,9 @@ impl Answer for StatsAnswer {
 /// Shows the health of volumes on this node
 #[derive(Args, Debug)]
 #[command(after_help = "\
+The exit code is 9 if a volume is unhealthy. A status is healthy, degraded, inaccessible
+or data_loss.
+
 Examples:
   uringctl health
   uringctl health data-1")]
@@ -272,7 +276,7 @@ pub struct HealthAnswer {
 
 #[derive(Debug, Serialize)]
 struct VolumeHealth {
-    /// From the controller; empty where it cannot be reached.
+    /// Empty where neither the node nor a controller knows it.
     name: String,
     volume_id: String,
     /// Empty for a healthy volume.
@@ -289,7 +293,7 @@ struct ConditionAnswer {
 impl Health {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<HealthAnswer, CliError> {
-        let held = if self.volumes.is_empty() {
+        let mut held = if self.volumes.is_empty() {
             context.held().await?
         } else {
             let mut held = Vec::new();
@@ -298,21 +302,16 @@ impl Health {
             }
             held
         };
-        let mut names = context.names().await;
+        context.add_names(&mut held).await;
         let mut volumes = Vec::new();
         for volume in held {
-            let name = names.remove(&volume.volume_id).unwrap_or_default();
-            volumes.push(health_of(context, name, volume).await?);
+            volumes.push(health_of(context, volume).await?);
         }
         Ok(HealthAnswer { volumes })
     }
 }
 
-async fn health_of(
-    context: &Context,
-    name: String,
-    held: HeldVolume,
-) -> Result<VolumeHealth, CliError> {
+async fn health_of(context: &Context, held: HeldVolume) -> Result<VolumeHealth, CliError> {
     let published = held.targets.into_iter().next();
     let request = NodeGetVolumeHealthRequest {
         volume_id: held.volume_id.clone(),
@@ -334,14 +333,14 @@ async fn health_of(
             status: match entry.status() {
                 VolumeHealthErrorType::Degraded => "degraded",
                 VolumeHealthErrorType::Inaccessible => "inaccessible",
-                VolumeHealthErrorType::DataLoss => "data loss",
+                VolumeHealthErrorType::DataLoss => "data_loss",
                 VolumeHealthErrorType::UnknownVolumeHealthType => "unknown",
             },
             reason: entry.reason,
             message: entry.message,
         });
     Ok(VolumeHealth {
-        name,
+        name: held.name,
         volume_id: held.volume_id,
         conditions: conditions.collect(),
     })
@@ -364,5 +363,17 @@ impl Answer for HealthAnswer {
         });
         let header = ["VOLUME", "STATUS", "REASON", "MESSAGE"];
         table(header, rows, "this node holds no volumes")
+    }
+
+    fn require_success(self) -> Result<(), CliError> {
+        let unhealthy = self.volumes.into_iter();
+        let unhealthy = unhealthy.filter(|volume| !volume.conditions.is_empty());
+        let names: Vec<_> = unhealthy
+            .map(|volume| name_or_id(&volume.name, &volume.volume_id).to_owned())
+            .collect();
+        if names.is_empty() {
+            return Ok(());
+        }
+        Err(CliError::Unhealthy(names))
     }
 }

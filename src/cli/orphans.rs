@@ -55,6 +55,9 @@ pub enum OrphansAnswer {
         removed: Vec<String>,
         /// Nothing has these names.
         gone: Vec<String>,
+        /// The error that kept the next one, and those after it.
+        #[serde(skip)]
+        failed: Option<CliError>,
     },
 }
 
@@ -89,18 +92,6 @@ impl From<Orphan> for OrphanAnswer {
     }
 }
 
-impl OrphansAnswer {
-    /// An error if a list is incomplete.
-    pub fn require_complete(self) -> Result<(), CliError> {
-        match self {
-            Self::Are { omitted, .. } if !omitted.is_empty() => {
-                Err(CliError::IncompleteList(omitted))
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
 impl Orphans {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<OrphansAnswer, CliError> {
@@ -121,7 +112,7 @@ impl Orphans {
             let listed = orphans.iter().filter(|it| self.remove.contains(&it.path));
             confirm(&rows(listed), &self.remove)?;
         }
-        let (mut removed, mut gone) = (Vec::new(), Vec::new());
+        let (mut removed, mut gone, mut failed) = (Vec::new(), Vec::new(), None);
         for request in requests {
             let path = request.path.clone();
             let doing = format!("remove the orphan {path}");
@@ -129,15 +120,21 @@ impl Orphans {
                 .orphan_admin(doing, request, async |mut client, request| {
                     client.remove_orphan(request).await
                 })
-                .await?;
-            if answer.removed {
-                &mut removed
-            } else {
-                &mut gone
+                .await;
+            match answer {
+                Ok(answer) if answer.removed => removed.push(path),
+                Ok(_) => gone.push(path),
+                Err(error) => {
+                    failed = Some(error);
+                    break;
+                }
             }
-            .push(path);
         }
-        Ok(OrphansAnswer::Removed { removed, gone })
+        Ok(OrphansAnswer::Removed {
+            removed,
+            gone,
+            failed,
+        })
     }
 
     async fn list(&self, context: &Context) -> Result<(Vec<OrphanAnswer>, Vec<String>), CliError> {
@@ -225,13 +222,26 @@ impl Answer for OrphansAnswer {
     fn text(&self) -> String {
         match self {
             Self::Are { orphans, .. } => rows(orphans.iter()),
-            Self::Removed { removed, gone } => {
+            Self::Removed { removed, gone, .. } => {
                 let removed = removed.iter().map(|path| format!("removed {path}"));
                 let gone = gone
                     .iter()
                     .map(|path| format!("nothing has the name {path}"));
                 removed.chain(gone).collect::<Vec<_>>().join("\n")
             }
+        }
+    }
+
+    fn require_success(self) -> Result<(), CliError> {
+        match self {
+            Self::Are { omitted, .. } if !omitted.is_empty() => {
+                Err(CliError::IncompleteList(omitted))
+            }
+            Self::Removed {
+                failed: Some(error),
+                ..
+            } => Err(error),
+            _ => Ok(()),
         }
     }
 }

@@ -3,8 +3,8 @@
 //! A volume's handle is opaque and uringctl keeps no state. So it looks a name up
 //! where the controller wrote it, in the `name` of the volume context of each listed
 //! volume, and never by CreateVolume, because a mistyped name must not create a
-//! volume. For a volume of the node, its id or a path where it is published is enough
-//! without the controller.
+//! volume. A volume of the node is found without the controller by its id, a path where it
+//! is published, or, where no controller can be reached, the name that it was staged with.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -28,13 +28,13 @@ pub fn name_of(context: &HashMap<String, String>) -> &str {
 }
 
 /// Metadata: accepts a list that omits unreachable storage.
-pub fn take_less<T>(request: &mut Request<T>) {
+fn take_less<T>(request: &mut Request<T>) {
     let yes = MetadataValue::from_static("1");
     request.metadata_mut().insert(TAKES_LESS, yes);
 }
 
 /// Metadata: the omissions of such a list, in sentences.
-pub fn omitted_from<T>(page: &Response<T>) -> Vec<String> {
+fn omitted_from<T>(page: &Response<T>) -> Vec<String> {
     let said = page.metadata().get_all_bin(OMITTED).into_iter();
     let said = said.filter_map(|value| value.to_bytes().ok());
     said.map(|text| String::from_utf8_lossy(&text).into_owned())
@@ -87,7 +87,19 @@ impl Context {
             Err(CliError::Refused { status, .. }) if status.code() == Code::Unimplemented => {
                 self.volume_of_id(wanted).await
             }
-            listed => pick(wanted, listed?.into_iter()),
+            listed => {
+                let listed = listed?.into_iter();
+                let named = |volume: &Volume| {
+                    let name = name_of(&volume.volume_context).to_owned();
+                    (volume.volume_id.clone(), name)
+                };
+                pick(
+                    "volumes",
+                    wanted,
+                    listed.map(|volume| (named(&volume), volume)),
+                )?
+                .ok_or_else(|| CliError::NoSuchVolume(wanted.to_owned()))
+            }
         }
     }
 
@@ -106,15 +118,15 @@ impl Context {
         found.ok_or_else(|| CliError::NoSuchVolume(id.to_owned()))
     }
 
-    /// The volume of the node with the id, published path or name `wanted`. Asks the
-    /// controller only if the node does not know it.
+    /// The volume of the node with the id, published path or name `wanted`. A name may be
+    /// that of several volumes, so the controller is asked, if it can be.
     pub async fn held_volume(&self, wanted: &str) -> Result<HeldVolume, CliError> {
         let mut held = self.held().await?;
         let at = match find_held(wanted, &held) {
             Some(at) => at,
             None if wanted.starts_with('/') => return Err(CliError::NotHeld(wanted.to_owned())),
             None => {
-                let id = self.volume(wanted).await?.volume_id;
+                let id = self.id_of_name(wanted, &held).await?;
                 find_held(&id, &held).ok_or_else(|| CliError::NotHeld(wanted.to_owned()))?
             }
         };
@@ -127,8 +139,20 @@ impl Context {
         let held = self.held().await.unwrap_or_default();
         match find_held(wanted, &held) {
             Some(at) => Ok(held[at].volume_id.clone()),
-            None => Ok(self.volume(wanted).await?.volume_id),
+            None => self.id_of_name(wanted, &held).await,
         }
+    }
+
+    async fn id_of_name(&self, wanted: &str, held: &[HeldVolume]) -> Result<String, CliError> {
+        let unreachable = match self.volume(wanted).await {
+            Err(error @ CliError::Unreachable { .. }) => error,
+            found => return Ok(found?.volume_id),
+        };
+        let named = held.iter().map(|volume| {
+            let id = volume.volume_id.clone();
+            ((id.clone(), volume.name.clone()), id)
+        });
+        pick("volumes", wanted, named)?.ok_or(unreachable)
     }
 }
 
@@ -138,26 +162,31 @@ fn find_held(wanted: &str, held: &[HeldVolume]) -> Option<usize> {
     })
 }
 
-/// An id is unique and takes precedence; a name may be ambiguous (one volume in each
-/// of two pools), which the operator must resolve.
-fn pick(wanted: &str, volumes: impl Iterator<Item = Volume>) -> Result<Volume, CliError> {
+/// The one of `all` that has `wanted` as its id or its name, each with its id and name. An
+/// id is unique and takes precedence; a name may be ambiguous (one volume in each of two
+/// pools), which the operator must resolve.
+pub fn pick<T>(
+    what: &'static str,
+    wanted: &str,
+    all: impl Iterator<Item = ((String, String), T)>,
+) -> Result<Option<T>, CliError> {
     let mut named = Vec::new();
-    for volume in volumes {
-        if volume.volume_id == wanted {
-            return Ok(volume);
+    for ((id, name), one) in all {
+        if id == wanted {
+            return Ok(Some(one));
         }
-        if name_of(&volume.volume_context) == wanted {
-            named.push(volume);
+        if name == wanted {
+            named.push((id, one));
         }
     }
-    match named.len() {
-        1 => Ok(named.remove(0)),
-        0 => Err(CliError::NoSuchVolume(wanted.to_owned())),
-        _ => Err(CliError::Ambiguous {
+    if named.len() > 1 {
+        return Err(CliError::Ambiguous {
+            what,
             name: wanted.to_owned(),
-            ids: named.into_iter().map(|volume| volume.volume_id).collect(),
-        }),
+            ids: named.into_iter().map(|(id, _)| id).collect(),
+        });
     }
+    Ok(named.pop().map(|(_, one)| one))
 }
 
 #[cfg(test)]
@@ -165,44 +194,25 @@ mod tests {
     use super::*;
     use crate::proto::admin::Target;
 
-    fn volume(id: &str, name: &str) -> Volume {
-        Volume {
-            volume_id: id.to_owned(),
-            volume_context: [(NAME_KEY.to_owned(), name.to_owned())].into(),
-            ..Default::default()
-        }
-    }
-
     #[test]
     fn ids_win_over_names_and_ambiguous_names_are_refused() {
-        let volumes = || {
-            [
-                volume("1", "a"),
-                volume("2", "b"),
-                volume("3", "b"),
-                volume("b", "1"),
-            ]
-            .into_iter()
+        let all = [("1", "a"), ("2", "b"), ("3", "b"), ("b", "1"), ("x", "")];
+        let picked = |wanted, count| {
+            let all = all.into_iter().take(count);
+            let named = all.map(|(id, name)| ((id.to_owned(), name.to_owned()), id));
+            pick("volumes", wanted, named)
         };
-        assert_eq!(pick("a", volumes()).unwrap().volume_id, "1");
-        assert_eq!(pick("1", volumes()).unwrap().volume_id, "1");
-        assert_eq!(pick("b", volumes()).unwrap().volume_id, "b");
-        let error = pick("b", volumes().take(3)).unwrap_err();
+        assert_eq!(picked("a", 5).unwrap(), Some("1"));
+        assert_eq!(picked("1", 5).unwrap(), Some("1"));
+        assert_eq!(picked("b", 5).unwrap(), Some("b"));
+        assert_eq!(picked("x", 5).unwrap(), Some("x"));
+        let error = picked("b", 3).unwrap_err();
         assert_eq!(
             error.to_string(),
             r#"2 volumes have the name "b"; pass an id instead: 2, 3"#
         );
-        assert_eq!(pick("c", volumes()).unwrap_err().exit_code(), 3);
-    }
-
-    #[test]
-    fn a_nameless_volume_is_not_found_by_the_empty_name() {
-        let nameless = Volume {
-            volume_id: "x".to_owned(),
-            ..Default::default()
-        };
-        assert_eq!(name_of(&nameless.volume_context), "");
-        assert_eq!(pick("x", [nameless].into_iter()).unwrap().volume_id, "x");
+        assert_eq!(error.exit_code(), 2);
+        assert_eq!(picked("c", 5).unwrap(), None);
     }
 
     #[test]

@@ -10,12 +10,13 @@ use super::{
     context::Context,
     copies::progress,
     error::CliError,
-    resolve::{name_of, omitted_from, take_less},
+    resolve::{name_of, pick},
+    volumes::Deleted,
 };
 use crate::{
     proto::{
-        admin::CopyUnderWay,
-        csi::{CreateSnapshotRequest, DeleteSnapshotRequest, ListSnapshotsRequest, Snapshot},
+        admin::{CopyUnderWay, ListNamedSnapshotsRequest, NamedSnapshot},
+        csi::{CreateSnapshotRequest, DeleteSnapshotRequest},
     },
     size::human,
 };
@@ -45,7 +46,9 @@ impl Snapshots {
         match self.command {
             SnapshotCommand::Create(create) => create.run(context).await,
             SnapshotCommand::List(list) => list.run(context).await,
-            SnapshotCommand::Delete(delete) => delete.run(context).await,
+            SnapshotCommand::Delete(delete) => {
+                Ok(SnapshotsAnswer::Deleted(delete.run(context).await))
+            }
             SnapshotCommand::Group(groups) => groups.run(context).await,
         }
     }
@@ -82,14 +85,14 @@ struct List {
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Example:
-  uringctl snapshot delete \"$SNAPSHOT\"")]
+  uringctl snapshot delete before-upgrade")]
 struct Delete {
-    /// Snapshots, by id
-    #[arg(required = true, value_name = "ID")]
+    /// Snapshots, by name or id
+    #[arg(required = true, value_name = "SNAPSHOT")]
     snapshots: Vec<String>,
 }
 
-/// The snapshots, or the ids of the deleted ones.
+/// The snapshots, or the deleted ones.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub enum SnapshotsAnswer {
@@ -110,27 +113,13 @@ pub enum SnapshotsAnswer {
         omitted: BTreeSet<String>,
     },
     /// Deleted.
-    Deleted {
-        /// Their ids.
-        deleted: Vec<String>,
-    },
-}
-
-impl SnapshotsAnswer {
-    /// An error if a list is incomplete.
-    pub fn require_complete(self) -> Result<(), CliError> {
-        match self {
-            Self::Are { omitted, .. } | Self::Groups { omitted, .. } if !omitted.is_empty() => {
-                Err(CliError::IncompleteList(omitted.into_iter().collect()))
-            }
-            _ => Ok(()),
-        }
-    }
+    Deleted(Deleted),
 }
 
 /// A snapshot as printed.
 #[derive(Debug, Serialize)]
 pub struct SnapshotAnswer {
+    name: String,
     snapshot_id: String,
     source_volume_id: String,
     /// Name of the source volume, if it still exists.
@@ -147,14 +136,15 @@ pub struct SnapshotAnswer {
 }
 
 impl SnapshotAnswer {
-    fn new(snapshot: Snapshot, source_name: &str) -> Self {
+    fn new(snapshot: NamedSnapshot, source_name: &str) -> Self {
         Self {
+            name: snapshot.name,
             snapshot_id: snapshot.snapshot_id,
             source_volume_id: snapshot.source_volume_id,
             source_name: source_name.to_owned(),
             size_bytes: snapshot.size_bytes,
-            creation_time: snapshot.creation_time.map(|time| time.seconds),
-            ready_to_use: snapshot.ready_to_use,
+            creation_time: Some(snapshot.creation_time),
+            ready_to_use: true,
             copied_bytes: None,
             progress: None,
         }
@@ -163,6 +153,7 @@ impl SnapshotAnswer {
     fn being_copied(copy: CopyUnderWay, source_name: &str) -> Self {
         Self {
             progress: Some(progress(&copy)),
+            name: copy.name,
             snapshot_id: copy.id,
             source_volume_id: copy.source_id,
             source_name: source_name.to_owned(),
@@ -197,6 +188,15 @@ impl Create {
                 doing,
                 missing: "snapshot",
             })?;
+        let created = snapshot.creation_time.map(|time| time.seconds);
+        let snapshot = NamedSnapshot {
+            name,
+            snapshot_id: snapshot.snapshot_id,
+            source_volume_id: snapshot.source_volume_id,
+            size_bytes: snapshot.size_bytes,
+            creation_time: created.unwrap_or_default(),
+            group_snapshot_id: snapshot.group_snapshot_id,
+        };
         let snapshot = SnapshotAnswer::new(snapshot, name_of(&source.volume_context));
         Ok(SnapshotsAnswer::Are {
             snapshots: vec![snapshot],
@@ -207,94 +207,113 @@ impl Create {
 
 impl List {
     async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
-        // Only for their names: the list of snapshots has omissions of its own.
-        let (volumes, _) = context.list_what_can_be_reached().await?;
-        let name = |id: &str| {
+        // Only for their names: the list of snapshots has omissions of its own, and of
+        // directories of NFS servers there is no list.
+        let volumes = context.list_what_can_be_reached().await;
+        let (volumes, _) = volumes.unwrap_or_default();
+        let source_name = |id: &str| {
             volumes
                 .iter()
                 .find(|volume| volume.volume_id == id)
                 .map_or("", |volume| name_of(&volume.volume_context))
         };
-        let source_volume_id = match &self.volume {
+        let source_id = match &self.volume {
             Some(volume) => context.volume(volume).await?.volume_id,
             None => String::new(),
         };
-        let copies = context.copies("snapshot").await;
-        let (listed, omitted) = context.list_snapshots(&source_volume_id).await?;
-        let answers = listed.into_iter().map(|snapshot| {
-            let source = name(&snapshot.source_volume_id);
+        let mut copies = context.copies("snapshot").await;
+        let (listed, omitted) = context.list_snapshots(source_id.clone()).await?;
+        // Some may be complete meanwhile.
+        copies.retain(|copy| {
+            (source_id.is_empty() || copy.source_id == source_id)
+                && listed.iter().all(|one| one.snapshot_id != copy.id)
+        });
+        let listed = listed.into_iter().map(|snapshot| {
+            let source = source_name(&snapshot.source_volume_id);
             SnapshotAnswer::new(snapshot, source)
         });
-        let mut snapshots: Vec<SnapshotAnswer> = answers.collect();
-        // Some may be complete meanwhile.
-        let copies = copies.into_iter().filter(|copy| {
-            (source_volume_id.is_empty() || copy.source_id == source_volume_id)
-                && snapshots.iter().all(|one| one.snapshot_id != copy.id)
-        });
-        let copies: Vec<_> = copies.collect();
-        snapshots.extend(copies.into_iter().map(|copy| {
-            let source = name(&copy.source_id);
+        let copies = copies.into_iter().map(|copy| {
+            let source = source_name(&copy.source_id);
             SnapshotAnswer::being_copied(copy, source)
-        }));
-        Ok(SnapshotsAnswer::Are { snapshots, omitted })
+        });
+        Ok(SnapshotsAnswer::Are {
+            snapshots: listed.chain(copies).collect(),
+            omitted,
+        })
+    }
+}
+
+impl Delete {
+    async fn run(self, context: &Context) -> Deleted {
+        Deleted::each(self.snapshots, async |wanted| {
+            let snapshot_id = context.snapshot_id(wanted).await?;
+            let request = DeleteSnapshotRequest {
+                snapshot_id: snapshot_id.clone(),
+                secrets: context.secrets.to_wire(),
+            };
+            let doing = format!("delete the snapshot {wanted}");
+            context
+                .controller(doing, request, async |mut client, request| {
+                    client.delete_snapshot(request).await
+                })
+                .await?;
+            Ok(snapshot_id)
+        })
+        .await
     }
 }
 
 impl Context {
-    /// The snapshots of a volume, or all, and what the list omits, in sentences.
+    /// The snapshots that the controller can list now, of one volume or (empty) all; and the
+    /// omissions.
     pub async fn list_snapshots(
         &self,
-        source_volume_id: &str,
-    ) -> Result<(Vec<Snapshot>, BTreeSet<String>), CliError> {
-        let (mut snapshots, mut omitted) = (Vec::new(), BTreeSet::new());
+        source_volume_id: String,
+    ) -> Result<(Vec<NamedSnapshot>, BTreeSet<String>), CliError> {
+        let mut omitted = BTreeSet::new();
+        let mut snapshots = Vec::new();
         let mut starting_token = String::new();
         loop {
-            let request = ListSnapshotsRequest {
+            let request = ListNamedSnapshotsRequest {
                 starting_token,
-                source_volume_id: source_volume_id.to_owned(),
+                source_volume_id: source_volume_id.clone(),
                 secrets: self.secrets.to_wire(),
-                ..Default::default()
             };
             let page = self
-                .controller(
-                    "list snapshots",
-                    request,
-                    async |mut client, mut request| {
-                        take_less(&mut request);
-                        let page = client.list_snapshots(request).await?;
-                        omitted.extend(omitted_from(&page));
-                        Ok(page)
-                    },
-                )
+                .controller_admin("list snapshots", request, async |mut client, request| {
+                    client.list_named_snapshots(request).await
+                })
                 .await?;
-            snapshots.extend(page.entries.into_iter().filter_map(|entry| entry.snapshot));
+            omitted.extend(page.omitted);
+            snapshots.extend(page.snapshots);
             starting_token = page.next_token;
             if starting_token.is_empty() {
                 return Ok((snapshots, omitted));
             }
         }
     }
+
+    /// The id of the snapshot that `wanted` stands for. An id is unique; for a name, all
+    /// snapshots must be known.
+    pub async fn snapshot_id(&self, wanted: &str) -> Result<String, CliError> {
+        let (listed, omitted) = self.list_snapshots(String::new()).await?;
+        let is_id = listed.iter().any(|one| one.snapshot_id == wanted);
+        if !is_id {
+            require_complete(omitted)?;
+        }
+        let named = listed.into_iter().map(|one| {
+            let id = one.snapshot_id;
+            ((id.clone(), one.name), id)
+        });
+        pick("snapshots", wanted, named)?.ok_or_else(|| CliError::NoSuchSnapshot(wanted.to_owned()))
+    }
 }
 
-impl Delete {
-    async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
-        for snapshot_id in &self.snapshots {
-            let request = DeleteSnapshotRequest {
-                snapshot_id: snapshot_id.clone(),
-                secrets: context.secrets.to_wire(),
-            };
-            context
-                .controller(
-                    format!("delete the snapshot {snapshot_id}"),
-                    request,
-                    async |mut client, request| client.delete_snapshot(request).await,
-                )
-                .await?;
-        }
-        Ok(SnapshotsAnswer::Deleted {
-            deleted: self.snapshots,
-        })
+fn require_complete(omitted: BTreeSet<String>) -> Result<(), CliError> {
+    if omitted.is_empty() {
+        return Ok(());
     }
+    Err(CliError::IncompleteList(omitted.into_iter().collect()))
 }
 
 impl Answer for SnapshotsAnswer {
@@ -307,6 +326,7 @@ impl Answer for SnapshotsAnswer {
                         name => name,
                     };
                     [
+                        snapshot.name.clone(),
                         source.to_owned(),
                         human(snapshot.size_bytes),
                         snapshot.creation_time.map(utc).unwrap_or_default(),
@@ -318,14 +338,18 @@ impl Answer for SnapshotsAnswer {
                         snapshot.snapshot_id.clone(),
                     ]
                 });
-                let header = ["VOLUME", "SIZE", "TAKEN", "READY", "ID"];
+                let header = ["NAME", "VOLUME", "SIZE", "TAKEN", "READY", "ID"];
                 table(header, rows, "there are no snapshots")
             }
             Self::Groups { groups, .. } => groups::rows(groups),
-            Self::Deleted { deleted } => {
-                let lines: Vec<String> = deleted.iter().map(|id| format!("deleted {id}")).collect();
-                lines.join("\n")
-            }
+            Self::Deleted(deleted) => deleted.text(),
+        }
+    }
+
+    fn require_success(self) -> Result<(), CliError> {
+        match self {
+            Self::Are { omitted, .. } | Self::Groups { omitted, .. } => require_complete(omitted),
+            Self::Deleted(deleted) => deleted.require_success(),
         }
     }
 }

@@ -76,7 +76,7 @@ Examples:
   uringctl create data-1 10Gi --pool fast --fs xfs
   uringctl create disk-1 500G --block
   uringctl create data-2 10Gi --nbd-server storage-1
-  uringctl create copy-1 10Gi --from-snapshot \"$SNAPSHOT\"")]
+  uringctl create copy-1 10Gi --from-snapshot before-upgrade")]
 pub struct Create {
     /// Name; may have any but control characters
     name: String,
@@ -178,7 +178,7 @@ impl Context {
         origin: &NewVolumeArgs,
     ) -> Result<Volume, CliError> {
         let volume_content_source = match (&origin.from_snapshot, &origin.from_volume) {
-            (Some(snapshot), _) => Some(from_snapshot(snapshot.clone())),
+            (Some(snapshot), _) => Some(from_snapshot(self.snapshot_id(snapshot).await?)),
             (None, Some(volume)) => Some(from_volume(self.volume(volume).await?.volume_id)),
             (None, None) => None,
         };
@@ -246,16 +246,6 @@ pub struct VolumeList {
     omitted: Vec<String>,
 }
 
-impl VolumeList {
-    /// An error if the list is incomplete.
-    pub fn require_complete(self) -> Result<(), CliError> {
-        if self.omitted.is_empty() {
-            return Ok(());
-        }
-        Err(CliError::IncompleteList(self.omitted))
-    }
-}
-
 impl List {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<VolumeList, CliError> {
@@ -291,6 +281,13 @@ impl Answer for VolumeList {
         }
         text
     }
+
+    fn require_success(self) -> Result<(), CliError> {
+        if self.omitted.is_empty() {
+            return Ok(());
+        }
+        Err(CliError::IncompleteList(self.omitted))
+    }
 }
 
 /// Deletes volumes and all their data
@@ -307,7 +304,7 @@ pub struct Delete {
     volumes: Vec<String>,
 }
 
-/// The deleted volumes.
+/// The ids of the deleted volumes or snapshots.
 #[derive(Debug, Serialize)]
 pub struct Deleted {
     deleted: Vec<String>,
@@ -319,24 +316,35 @@ pub struct Deleted {
 impl Delete {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Deleted {
-        let mut deleted = Vec::new();
-        let all = async {
-            for wanted in self.volumes {
-                let volume_id = context.volume(&wanted).await?.volume_id;
-                context.delete_volume(&wanted, volume_id.clone()).await?;
-                deleted.push(volume_id);
-            }
-            Ok::<_, CliError>(())
-        };
-        let failed = all.await.err();
-        Deleted { deleted, failed }
+        Deleted::each(self.volumes, async |wanted| {
+            let volume_id = context.volume(wanted).await?.volume_id;
+            context.delete_volume(wanted, volume_id.clone()).await?;
+            Ok(volume_id)
+        })
+        .await
     }
 }
 
 impl Deleted {
-    /// The error of the volume that was not deleted.
-    pub fn require_success(self) -> Result<(), CliError> {
-        self.failed.map_or(Ok(()), Err)
+    /// Deletes one after the other until one fails; `delete` returns the id.
+    pub async fn each(
+        all: Vec<String>,
+        delete: impl AsyncFn(&str) -> Result<String, CliError>,
+    ) -> Self {
+        let mut done = Self {
+            deleted: Vec::new(),
+            failed: None,
+        };
+        for wanted in all {
+            match delete(&wanted).await {
+                Ok(id) => done.deleted.push(id),
+                Err(error) => {
+                    done.failed = Some(error);
+                    break;
+                }
+            }
+        }
+        done
     }
 }
 
@@ -348,6 +356,10 @@ impl Answer for Deleted {
             .map(|id| format!("deleted {id}"))
             .collect();
         lines.join("\n")
+    }
+
+    fn require_success(self) -> Result<(), CliError> {
+        self.failed.map_or(Ok(()), Err)
     }
 }
 
@@ -377,13 +389,27 @@ pub struct Expanded {
     grown_on_node: bool,
     /// Whether a node still has to grow the device and the file system.
     node_expansion_required: bool,
+    /// The requested size, of a volume that has more already.
+    #[serde(skip)]
+    less_than_it_has: Option<Size>,
 }
 
 impl Expand {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<Expanded, CliError> {
         let wanted = &self.volume;
-        let volume_id = context.volume(wanted).await?.volume_id;
+        let volume = context.volume(wanted).await?;
+        let volume_id = volume.volume_id;
+        if self.size.bytes() < volume.capacity_bytes {
+            return Ok(Expanded {
+                volume: wanted.clone(),
+                volume_id,
+                capacity_bytes: volume.capacity_bytes,
+                grown_on_node: false,
+                node_expansion_required: false,
+                less_than_it_has: Some(self.size),
+            });
+        }
         let request = ControllerExpandVolumeRequest {
             volume_id: volume_id.clone(),
             capacity_range: Some(at_least(self.size)),
@@ -402,6 +428,7 @@ impl Expand {
             capacity_bytes: grown.capacity_bytes,
             grown_on_node: false,
             node_expansion_required: grown.node_expansion_required,
+            less_than_it_has: None,
         };
         // Another node grows its device when it stages or expands the volume.
         let held = context.held().await.unwrap_or_default();
@@ -442,6 +469,13 @@ impl Expand {
 
 impl Answer for Expanded {
     fn text(&self) -> String {
+        let size = human(self.capacity_bytes);
+        if let Some(wanted) = self.less_than_it_has {
+            return format!(
+                "{} has {size}, more than {wanted}, and does not shrink",
+                self.volume
+            );
+        }
         let then = if self.grown_on_node {
             ", grown on this node"
         } else if self.node_expansion_required {
@@ -449,7 +483,7 @@ impl Answer for Expanded {
         } else {
             ""
         };
-        format!("{} has {}{then}", self.volume, human(self.capacity_bytes))
+        format!("{} has {size}{then}", self.volume)
     }
 }
 

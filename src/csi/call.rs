@@ -14,8 +14,7 @@ use crate::{
 /// The timeout of a call without `grpc-timeout`: kubelet's two minutes.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The key of a request's metadata by which a caller of ListVolumes or ListSnapshots
-/// accepts a list without the entries of unreachable storage. CSI has no such option, and
+/// The key of a request's metadata by which a caller of ListVolumes accepts a list without the entries of unreachable storage. CSI has no such option, and
 /// no sidecar must get such a list: a missing volume looks deleted to it.
 pub const TAKES_LESS: &str = "uring-csi-takes-less";
 /// The key under which the answer then names the omitted storage, a sentence each.

@@ -20,22 +20,22 @@ use crate::{
         volume_health::VolumeHealthEntry,
     },
     provision::{
-        AccessibilityRequirements, CapacityRequest, ContentSource, ListRequest, NewVolume, Omitted,
-        Page, ProvisionError, Range, SnapshotInfo, Stores, TopologySegments, VolumeCondition,
-        VolumeInfo, VolumeUse,
+        AccessibilityRequirements, CapacityRequest, ContentSource, ListRequest, NewVolume, Page,
+        ProvisionError, Range, SnapshotInfo, Stores, TopologySegments, VolumeCondition, VolumeInfo,
+        VolumeUse,
     },
     secret::Secrets,
 };
 
+mod admin;
 mod blocks;
-mod copies;
 mod groups;
 mod node;
 mod orphans;
 mod publish;
 mod service;
 
-pub use copies::CopyService;
+pub use admin::ControllerAdminService;
 pub use node::WhichNode;
 pub use orphans::OrphanService;
 pub use service::{METHODS, answered, taken};
@@ -233,10 +233,8 @@ impl Controller {
     async fn snapshots(
         &self,
         request: wire::ListSnapshotsRequest,
-        omitted: Option<&Omitted>,
     ) -> Result<Page<SnapshotInfo>, Status> {
-        let mut what = listing(request.max_entries, request.starting_token)?;
-        what.omitted = omitted.cloned();
+        let what = listing(request.max_entries, request.starting_token)?;
         let of_volume = Some(request.source_volume_id).filter(|id| !id.is_empty());
         let secrets = request.secrets.into();
         let stores = &self.stores;

@@ -19,7 +19,7 @@ use crate::{
             controller::AddonsController,
             identity::{AddonsIdentity, Operation},
         },
-        controller::{Controller, CopyService, METHODS, OrphanService, WhichNode},
+        controller::{Controller, ControllerAdminService, METHODS, OrphanService, WhichNode},
         identity::Identity,
         validate,
     },
@@ -287,11 +287,12 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     }
     let controller = Controller::new(stores.clone(), &name, node_id, options.alpha_capabilities);
     let controller = Arc::new(controller);
+    let admin = ControllerAdminService::new(stores.clone(), copies.clone());
     let mut routes = Routes::new(IdentityServer::new(identity))
         .add_service(ControllerServer::from_arc(controller.clone()))
         .add_service(GroupControllerServer::from_arc(controller.clone()))
         .add_service(SnapshotMetadataServer::from_arc(controller))
-        .add_service(ControllerAdminServer::new(CopyService::new(copies.clone())))
+        .add_service(ControllerAdminServer::new(admin))
         .add_service(OrphanAdminServer::new(OrphanService::new(stores.clone())));
     if let Some(id) = node_id {
         routes = routes.add_service(NodeServer::new(WhichNode::new(&name, id)));

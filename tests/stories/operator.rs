@@ -150,11 +150,161 @@ fn exit_codes_distinguish_kinds_of_errors() {
         assert!(code == 3 && err.contains("none"), "{code}: {err}");
         assert!(out.starts_with("deleted "), "{out}");
 
+        let (code, _, err) = operator.run(&["create", "huge", "1Ei"]);
+        assert_eq!(code, 7, "{err}");
+        // A script gets an error as JSON.
+        let (code, _, err) = operator.run(&["delete", "none", "--json"]);
+        let error: Value = serde_json::from_str(&err).unwrap();
+        assert_eq!(error["exit_code"], code, "{err}");
+        assert!(error["error"].to_string().contains("none"), "{err}");
+
+        operator.json(&["up", "v", "64Mi", path]);
         controller.terminate();
         controller.wait_for_exit().await;
         let (code, _, err) = operator.run(&["list"]);
-        assert_ne!(code, 0);
+        assert_eq!(code, 8, "{err}");
         assert!(err.contains("uring-csi-controller"), "{err}");
+        // The node knows the names of its volumes without a controller.
+        let held = operator.json(&["volumes"]);
+        assert_eq!(held["volumes"][0]["name"], "v", "{held}");
+        let (code, _, err) = operator.run(&["down", "none"]);
+        assert_eq!(code, 8, "{err}");
+        operator.json(&["down", "v"]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn what_was_done_is_said() {
+    story(async |sandbox| {
+        let (node, controller, operator) = machine(sandbox).await;
+        let path = node.kubelet.join("data");
+        let text = path.to_str().unwrap();
+        // The steps before the one that failed, also as JSON.
+        let (code, out, _) = operator.run(&["up", "data", "64Mi", "/etc/data"]);
+        assert!(code == 2 && out.contains("stage"), "{code}: {out}");
+        let (code, out, err) = operator.run(&["up", "data", "64Mi", "/etc/data", "--json"]);
+        let done: Value = serde_json::from_str(&out).unwrap();
+        assert_eq!(
+            (code, done["steps"][1]["name"].as_str()),
+            (2, Some("stage")),
+            "{out}"
+        );
+        assert!(err.starts_with('{'), "{err}");
+
+        operator.json(&["up", "data", "64Mi", text]);
+        // The process that keeps a target busy is named.
+        let file = std::fs::File::create(path.join("file")).unwrap();
+        let process = format!("process {} (", std::process::id());
+        let (code, _, err) = operator.run(&["unpublish", "data", text]);
+        assert!(code == 6 && err.contains(&process), "{code}: {err}");
+        let (code, out, err) = operator.run(&["down", "data"]);
+        assert!(code == 6 && err.contains(&process), "{code}: {out}{err}");
+        drop(file);
+
+        let (code, out, _) = operator.run(&["expand", "data", "32Mi"]);
+        let is_less = out.contains("has 64Mi, more than 32Mi");
+        assert!(code == 0 && is_less, "{code}: {out}");
+
+        for (done, args) in [
+            ("unpublished", &["unpublish", "data", text][..]),
+            ("unstaged", &["unstage", "data"][..]),
+        ] {
+            let (code, out, _) = operator.run(args);
+            assert!(
+                code == 0 && out.contains(&format!("data {done} at")),
+                "{out}"
+            );
+            let (code, out, _) = operator.run(args);
+            let already = format!("data was {done} already at");
+            assert!(code == 0 && out.contains(&already), "{out}");
+        }
+        let log = node.log();
+        for line in ["staged", "published", "unpublished", "unstaged"] {
+            assert!(log.contains(&format!(" {line} ")), "{line}: {log}");
+        }
+        assert!(log.contains("formatted=true device=/dev/loop"), "{log}");
+        assert!(controller.log().contains("created an image"));
+        operator.json(&["delete", "data"]);
+
+        // A socket of the other agent.
+        let swapped = Operator::with_sockets(controller.socket(), node.socket());
+        for args in [&["list"][..], &["volumes"][..]] {
+            let (code, _, err) = swapped.run(args);
+            assert!(
+                code == 1 && err.contains("names another"),
+                "{args:?}: {code}: {err}"
+            );
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_image_that_was_renamed_or_deleted_is_unhealthy() {
+    story(async |sandbox| {
+        let (node, _controller, operator) = machine(sandbox).await;
+        let path = node.kubelet.join("data");
+        operator.json(&["up", "data", "64Mi", path.to_str().unwrap()]);
+        operator.json(&["health"]);
+        let pool = sandbox.pool("main");
+        let images = std::fs::read_dir(&pool).unwrap().flatten();
+        let mut images = images.map(|entry| entry.path());
+        let image = images.find(|path| path.is_file()).unwrap();
+        let other = image.with_extension("other");
+        std::fs::rename(&image, &other).unwrap();
+        let (code, out, err) = operator.run(&["health"]);
+        assert!(code == 9 && err.contains("data"), "{code}: {err}");
+        assert!(
+            out.contains("ImageRenamed") && out.contains(".other now"),
+            "{out}"
+        );
+        std::fs::rename(&other, &image).unwrap();
+        operator.json(&["health"]);
+
+        std::fs::remove_file(&image).unwrap();
+        let (code, out, _) = operator.run(&["health", "--json"]);
+        let unhealthy: Value = serde_json::from_str(&out).unwrap();
+        let status = &unhealthy["volumes"][0]["conditions"][0]["status"];
+        assert_eq!((code, status.as_str()), (9, Some("data_loss")), "{out}");
+        operator.json(&["down", "data", "--delete"]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn snapshots_have_names() {
+    story(async |sandbox| {
+        let (node, _controller, operator) = machine(sandbox).await;
+        operator.json(&["create", "data", "64Mi"]);
+        for name in ["first", "second"] {
+            let taken = operator.json(&["snapshot", "create", "data", name]);
+            assert_eq!(taken["snapshots"][0]["name"], name, "{taken}");
+        }
+        let (_, text, _) = operator.run(&["snapshot", "list"]);
+        assert!(text.starts_with("NAME "), "{text}");
+        assert!(
+            text.contains("\nfirst ") || text.contains("\nsecond "),
+            "{text}"
+        );
+        operator.json(&["create", "copy", "64Mi", "--from-snapshot", "first"]);
+        for args in [
+            &["snapshot", "delete", "none"][..],
+            &["create", "other", "64Mi", "--from-snapshot", "none"][..],
+        ] {
+            let (code, _, err) = operator.run(args);
+            assert!(code == 3 && err.contains("none"), "{args:?}: {code}: {err}");
+        }
+        // What was done before an error is said, and the rest stays.
+        let (code, out, _) = operator.run(&["snapshot", "delete", "first", "none", "second"]);
+        assert!(code == 3 && out.starts_with("deleted "), "{code}: {out}");
+        let left = operator.json(&["snapshot", "list"]);
+        assert_eq!(left["snapshots"].as_array().unwrap().len(), 1, "{left}");
+        assert_eq!(left["snapshots"][0]["name"], "second", "{left}");
+        let id = left["snapshots"][0]["snapshot_id"].as_str().unwrap();
+        let gone = operator.json(&["snapshot", "delete", id]);
+        assert_eq!(gone["deleted"][0], id, "{gone}");
+        operator.json(&["delete", "data", "copy"]);
         node.assert_clean().await;
     });
 }
@@ -191,9 +341,7 @@ fn an_incomplete_list_names_the_hung_pool() {
         let answer = controller.client().list_volumes(whole).await;
         refused(answer, DeadlineExceeded, &["pool \"hung\""]);
         disk.resume();
-        let snapshots = operator.json(&["snapshot", "list"]);
-        let snapshot = snapshots["snapshots"][0]["snapshot_id"].as_str().unwrap();
-        operator.json(&["snapshot", "delete", snapshot]);
+        operator.json(&["snapshot", "delete", "as-it-was"]);
         operator.json(&["delete", "here"]);
         node.assert_clean().await;
     });
@@ -294,8 +442,7 @@ fn a_copy_under_way_is_shown_as_not_ready() {
             "{snapshots}"
         );
         assert_eq!(operator.json(&["list"])["copies"], Value::Null);
-        let snapshot = snapshots["snapshots"][0]["snapshot_id"].as_str().unwrap();
-        operator.json(&["snapshot", "delete", snapshot]);
+        operator.json(&["snapshot", "delete", "as-it-was"]);
         operator.json(&["delete", "source", "copy"]);
         node.assert_clean().await;
     });

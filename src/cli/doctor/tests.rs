@@ -133,7 +133,7 @@ fn only_what_keeps_the_agent_from_starting_is_an_error() {
     let answer = |checks| DoctorAnswer { checks };
     answer(vec![lacks]).require_success().unwrap();
     let failed = answer(vec![bad]);
+    assert!(failed.text().contains("bad"), "{}", failed.text());
     let error = failed.require_success().unwrap_err();
     assert!(error.to_string().contains("kernel"), "{error}");
-    assert!(failed.text().contains("bad"), "{}", failed.text());
 }

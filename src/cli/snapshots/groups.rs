@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 use serde::Serialize;
 
 use super::{
-    super::{answer::table, context::Context, error::CliError},
+    super::{answer::table, context::Context, error::CliError, volumes::Deleted},
     SnapshotsAnswer, utc,
 };
 use crate::proto::csi::DeleteVolumeGroupSnapshotRequest;
@@ -29,7 +29,7 @@ impl Groups {
     pub async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
         match self.command {
             GroupCommand::List(list) => list.run(context).await,
-            GroupCommand::Delete(delete) => delete.run(context).await,
+            GroupCommand::Delete(delete) => Ok(SnapshotsAnswer::Deleted(delete.run(context).await)),
         }
     }
 }
@@ -66,7 +66,7 @@ pub struct GroupAnswer {
 
 impl List {
     async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
-        let (snapshots, omitted) = context.list_snapshots("").await?;
+        let (snapshots, omitted) = context.list_snapshots(String::new()).await?;
         let mut groups: BTreeMap<String, GroupAnswer> = BTreeMap::new();
         for snapshot in snapshots {
             let id = snapshot.group_snapshot_id;
@@ -79,8 +79,7 @@ impl List {
                 creation_time: None,
             });
             group.snapshot_ids.push(snapshot.snapshot_id);
-            let created = snapshot.creation_time.map(|time| time.seconds);
-            group.creation_time = group.creation_time.max(created);
+            group.creation_time = group.creation_time.max(Some(snapshot.creation_time));
         }
         let groups = groups.into_values().collect();
         Ok(SnapshotsAnswer::Groups { groups, omitted })
@@ -88,24 +87,24 @@ impl List {
 }
 
 impl Delete {
-    async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
-        for group_snapshot_id in &self.groups {
+    /// A group that nothing has is deleted already: one whose delete was interrupted may
+    /// have no snapshot any more by which it would be listed.
+    async fn run(self, context: &Context) -> Deleted {
+        Deleted::each(self.groups, async |group_snapshot_id| {
             let request = DeleteVolumeGroupSnapshotRequest {
-                group_snapshot_id: group_snapshot_id.clone(),
+                group_snapshot_id: group_snapshot_id.to_owned(),
                 snapshot_ids: Vec::new(),
                 secrets: context.secrets.to_wire(),
             };
+            let doing = format!("delete the group snapshot {group_snapshot_id}");
             context
-                .group_controller(
-                    format!("delete the group snapshot {group_snapshot_id}"),
-                    request,
-                    async |mut client, request| client.delete_volume_group_snapshot(request).await,
-                )
+                .group_controller(doing, request, async |mut client, request| {
+                    client.delete_volume_group_snapshot(request).await
+                })
                 .await?;
-        }
-        Ok(SnapshotsAnswer::Deleted {
-            deleted: self.groups,
+            Ok(group_snapshot_id.to_owned())
         })
+        .await
     }
 }
 

@@ -293,11 +293,9 @@ impl controller_server::Controller for Controller {
         request: Request<wire::ListSnapshotsRequest>,
     ) -> Result<Response<wire::ListSnapshotsResponse>, Status> {
         use wire::list_snapshots_response::Entry;
-        let takes_less = request.metadata().contains_key(TAKES_LESS);
         let (request, within) = taken(request);
-        let omitted = takes_less.then(|| Omitted::within(within));
-        let listed = answered("ListSnapshots", "", within, async {
-            let page = self.snapshots(request, omitted.as_ref()).await?;
+        answered("ListSnapshots", "", within, async {
+            let page = self.snapshots(request).await?;
             let entries = page.entries.into_iter().map(|snapshot| Entry {
                 snapshot: Some(self.snapshot(snapshot)),
             });
@@ -305,8 +303,8 @@ impl controller_server::Controller for Controller {
                 entries: entries.collect(),
                 next_token: page.next.unwrap_or_default(),
             })
-        });
-        Ok(with_omitted(listed.await?, omitted.as_ref()))
+        })
+        .await
     }
 
     async fn get_snapshot(

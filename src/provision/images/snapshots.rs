@@ -167,6 +167,7 @@ impl ImageStore {
         let detail = &entry.detail;
         Ok(SnapshotInfo {
             handle: SnapshotHandle::new(pool, self.node_id.as_deref(), entry.id).to_string(),
+            name: entry.name.clone(),
             source: detail.source.clone(),
             bytes: size_of(&SnapshotDetail::image(pool, entry.id))?.unwrap_or(0),
             created: UNIX_EPOCH + Duration::from_nanos(detail.created),
@@ -223,6 +224,6 @@ pub fn place_snapshot(
     entry.state = EntryState::Ready;
     Snapshots::of(pool).record_as(&entry)?;
     crash_point();
-    Ok(entry)
     tracing::info!(name, source = entry.detail.source, image = %image.display(), "took a snapshot");
+    Ok(entry)
 }

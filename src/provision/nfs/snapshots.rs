@@ -252,8 +252,10 @@ impl NfsStore {
 
 impl DirectorySnapshotRecord {
     fn info(&self) -> SnapshotInfo {
+        let handle = self.handle.parse::<DirectorySnapshotHandle>();
         SnapshotInfo {
             handle: self.handle.clone(),
+            name: handle.map(|handle| handle.name).unwrap_or_default(),
             source: self.source.clone(),
             bytes: self.bytes,
             created: UNIX_EPOCH + Duration::from_nanos(self.created),

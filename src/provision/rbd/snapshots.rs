@@ -163,6 +163,7 @@ impl RbdStore {
         self.flattener.keep_short(pool, &image, &entry.image, 0)?;
         Ok(SnapshotInfo {
             handle,
+            name: new.name.clone(),
             source: new.volume.clone(),
             bytes: image.size()?,
             created: image.created()?,
@@ -293,6 +294,7 @@ pub fn show_snapshot(found: &FoundImage) -> Result<SnapshotInfo, RbdError> {
     let Recorded { entry, .. } = found.recorded()?;
     Ok(SnapshotInfo {
         handle: found.handle.clone(),
+        name: entry.name.clone(),
         source: source_of(found, entry),
         bytes: image.size()?,
         created: image.created()?,
