@@ -31,7 +31,7 @@ fi
 declare -A features=(
   [uring-csi-controller]=controller,kms
   [uring-csi-holder]=holder
-  # One build with the node's, whose image has both.
+  # One build with the node's, whose image has both; the controller's takes it from there.
   [uring-csi-node]="node,cli,kms"
   [uringctl]="node,cli,kms"
 )

@@ -56,6 +56,8 @@ start_node
 
 echo "a volume's life in containers of the images"
 volume_is_used podman exec node
+podman exec controller uringctl --controller-endpoint unix:///csi/controller.sock list |
+  grep -q story
 # The pod's view: another mount namespace than the agent's.
 [[ $(findmnt --noheadings --output FSTYPE "$story/mnt/story") == ext4 ]]
 grep -qx written "$story/mnt/story/file"
