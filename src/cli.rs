@@ -19,6 +19,7 @@ mod error;
 mod flow;
 mod held;
 mod orphans;
+mod persist;
 mod progress;
 mod reattach;
 mod repair;
@@ -221,6 +222,7 @@ impl Cli {
             shows_progress: io::stderr().is_terminal()
                 && !matches!(self.command, Command::Bench(_)),
             secrets: secrets?,
+            secrets_dir: self.secrets.clone(),
         })
     }
 

@@ -165,6 +165,9 @@ impl Unpublish {
         let path = absolute(&self.path)?;
         let volume_id = context.volume_id(&self.volume).await?;
         let target = path.to_string_lossy();
+        context
+            .refuse_managed(&self.volume, &volume_id, Some(&path))
+            .await?;
         let held = context.held().await?;
         let is_published = held.iter().any(|held| {
             held.volume_id == volume_id && held.targets.iter().any(|it| it.path == target)
@@ -197,6 +200,9 @@ impl Unstage {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<Attached, CliError> {
         let volume_id = context.volume_id(&self.volume).await?;
+        context
+            .refuse_managed(&self.volume, &volume_id, None)
+            .await?;
         let held = context.held().await?;
         // The agent does not know a volume that has left the node, and answers success
         // for any path.

@@ -1,6 +1,6 @@
 //! The sockets of the agents, and calls to them.
 
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 use tonic::{Request, Response, Status, transport::Channel};
 
@@ -99,6 +99,8 @@ pub struct Context {
     pub shows_progress: bool,
     /// The secrets of calls.
     pub secrets: Secrets,
+    /// Their directory.
+    pub secrets_dir: Option<PathBuf>,
 }
 
 impl Context {

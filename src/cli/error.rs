@@ -143,6 +143,25 @@ pub enum CliError {
         /// What it waits for.
         missing: String,
     },
+    /// A volume that the volume manager would set up again.
+    #[error(
+        "{volume} is wanted by {name}.toml, and the node agent would set it up again; \
+         `uringctl remove {name}` unmounts and detaches it"
+    )]
+    Managed {
+        /// As given on the command line.
+        volume: String,
+        /// The name of its file.
+        name: String,
+    },
+    /// A file that the volume manager could not follow.
+    #[error("no file can ask for {name}: {why}")]
+    CannotPersist {
+        /// The name of its file.
+        name: String,
+        /// What stands against it.
+        why: String,
+    },
     /// Arguments that do not go together.
     #[error("{0}")]
     BadArguments(String),
@@ -236,7 +255,7 @@ impl CliError {
             | Self::BadArguments(_)
             | Self::BadFile { .. }
             | Self::Credentials(_) => 2,
-            Self::InUse(_) => 5,
+            Self::InUse(_) | Self::Managed { .. } | Self::CannotPersist { .. } => 5,
         }
     }
 

@@ -14,6 +14,8 @@ use super::{
     attach::{StagingDir, absolute},
     context::Context,
     error::CliError,
+    persist::NewFile,
+    wanted::Wait,
 };
 use crate::size::Size;
 
@@ -86,7 +88,8 @@ Examples:
   uringctl up data-1 10Gi /mnt/data --fs xfs --pool fast
   uringctl up disk-1 10Gi /mnt/disk --block
   uringctl up data-2 10Gi /mnt/data-2 --nbd-server storage-1
-  uringctl up copy-1 10Gi /mnt/copy --from-volume data-1")]
+  uringctl up copy-1 10Gi /mnt/copy --from-volume data-1
+  uringctl up data-1 10Gi /mnt/data --persist")]
 pub struct Up {
     /// Name of the volume
     name: String,
@@ -98,6 +101,10 @@ pub struct Up {
     /// Mount it read-only at that path
     #[arg(long)]
     read_only: bool,
+    /// Write a file that asks for it, so that the node agent mounts it again after each
+    /// reboot, until `uringctl remove NAME`; the agent needs --volumes
+    #[arg(long, conflicts_with = "access")]
+    persist: bool,
     #[command(flatten)]
     usage: AccessArgs,
     #[command(flatten)]
@@ -114,9 +121,23 @@ impl Up {
 
     async fn steps(self, context: &Context, flow: &mut Flow) -> Result<(), CliError> {
         let path = absolute(&self.path)?;
+        let file = if self.persist {
+            Some(NewFile::open(context, &self.name).await?)
+        } else {
+            None
+        };
         let create = context.create_volume(self.name.clone(), self.size, &self.usage, &self.origin);
         let volume = flow.step("create", self.name.as_str(), create).await?;
         flow.volume_id.clone_from(&volume.volume_id);
+
+        if let Some(file) = file {
+            let write = file.write(context, &volume, &path, &self.usage, self.read_only);
+            flow.step("write", format!("{}.toml", self.name), write)
+                .await?;
+            let mounted = Wait::for_mount(self.name).run(context);
+            flow.step("wait", path.to_string_lossy(), mounted).await?;
+            return Ok(());
+        }
 
         let staging_path = context.staging_path(&volume.volume_id).await?;
         let staging = StagingDir {
@@ -144,6 +165,8 @@ impl Up {
 /// Unpublishes a volume from every path on this node and unstages it
 #[derive(Args, Debug)]
 #[command(after_help = "\
+A volume that a file asks for is not taken down: `uringctl remove` removes the file.
+
 Examples:
   uringctl down data-1
   uringctl down /mnt/data
@@ -178,6 +201,7 @@ impl Down {
         };
         flow.volume_id.clone_from(&volume_id);
         if let Some(held) = held {
+            context.refuse_managed(wanted, &volume_id, None).await?;
             for target in &held.targets {
                 let unpublish = context.unpublish(wanted, &volume_id, &target.path);
                 flow.step("unpublish", target.path.as_str(), unpublish)

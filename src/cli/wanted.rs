@@ -1,6 +1,7 @@
 //! `wanted`, `plan`, `wait`, `apply`, `remove`: the volumes that files ask for.
 
 use std::{
+    collections::HashMap,
     fs,
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -126,14 +127,7 @@ impl Plan {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<PlanAnswer, CliError> {
         let files = self.files.iter().map(|path| read(path));
-        let request = PlanVolumesRequest {
-            files: files.collect::<Result<_, _>>()?,
-        };
-        let answer = context
-            .admin("plan the volumes", request, async |mut client, request| {
-                client.plan_volumes(request).await
-            })
-            .await?;
+        let planned = context.plan(files.collect::<Result<_, _>>()?).await?;
         let row = |volume: PlannedVolume| PlanRow {
             name: volume.name,
             volume_id: volume.volume_id,
@@ -143,7 +137,7 @@ impl Plan {
             reason: volume.reason,
         };
         Ok(PlanAnswer {
-            volumes: answer.volumes.into_iter().map(row).collect(),
+            volumes: planned.into_iter().map(row).collect(),
         })
     }
 }
@@ -215,6 +209,12 @@ impl Answer for WaitAnswer {
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 impl Wait {
+    /// For the volume to be as its file asks.
+    pub fn for_mount(name: String) -> Self {
+        let until = Until::Mounted;
+        Self { name, until }
+    }
+
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<WaitAnswer, CliError> {
         let until = Instant::now() + context.node_socket.timeout;
@@ -305,15 +305,10 @@ struct DirectoryArgs {
 
 impl DirectoryArgs {
     async fn open(self, context: &Context) -> Result<VolumesDir, CliError> {
-        let path = match self.directory {
-            Some(path) => path,
-            None => context.agent_info().await?.volumes_dir.into(),
-        };
-        if path.as_os_str().is_empty() {
-            let why = "the node agent runs without --volumes: it manages no volume";
-            return Err(CliError::BadArguments(why.to_owned()));
+        match self.directory {
+            Some(path) => Ok(VolumesDir::new(path)),
+            None => context.volumes_dir().await,
         }
-        Ok(VolumesDir::new(path))
     }
 }
 
@@ -389,6 +384,55 @@ impl Remove {
 }
 
 impl Context {
+    /// The directory that the node agent follows.
+    pub async fn volumes_dir(&self) -> Result<VolumesDir, CliError> {
+        let path = self.agent_info().await?.volumes_dir;
+        if path.is_empty() {
+            let why = "the node agent runs without --volumes: it manages no volume";
+            return Err(CliError::BadArguments(why.to_owned()));
+        }
+        Ok(VolumesDir::new(path.into()))
+    }
+
+    /// Refuses a volume that the volume manager would set up again; at a path: one that it
+    /// would mount there again.
+    pub async fn refuse_managed(
+        &self,
+        volume: &str,
+        volume_id: &str,
+        path: Option<&Path>,
+    ) -> Result<(), CliError> {
+        if self.agent_info().await?.volumes_dir.is_empty() {
+            return Ok(());
+        }
+        let is_it = |it: &WantedVolume| {
+            let is_there = path.is_none_or(|path| path == Path::new(&it.path));
+            it.volume_id == volume_id && it.is_wanted && it.is_managed && is_there
+        };
+        match self.wanted().await?.into_iter().find(is_it) {
+            None => Ok(()),
+            Some(WantedVolume { name, .. }) => Err(CliError::Managed {
+                volume: volume.to_owned(),
+                name,
+            }),
+        }
+    }
+
+    /// What the agent would do, if these files were in its directory.
+    pub async fn plan(
+        &self,
+        files: HashMap<String, String>,
+    ) -> Result<Vec<PlannedVolume>, CliError> {
+        let answer = self
+            .admin(
+                "plan the volumes",
+                PlanVolumesRequest { files },
+                async |mut client, request| client.plan_volumes(request).await,
+            )
+            .await?;
+        Ok(answer.volumes)
+    }
+
     async fn wanted(&self) -> Result<Vec<WantedVolume>, CliError> {
         let answer = self
             .admin(

@@ -191,6 +191,7 @@ fn wanted(volume: WantedState) -> WantedVolume {
         detail: volume.detail,
         age_ms: volume.age.as_millis().try_into().unwrap_or(u64::MAX),
         is_wanted: volume.is_wanted,
+        is_managed: volume.is_managed,
     }
 }
 

@@ -11,6 +11,7 @@ use std::{
 use super::{
     directory::DirectoryContent,
     dry_run::dry_run,
+    plan::Actual,
     run::Manager,
     state::{BAD, BLOCKED, CHANGING, READY},
 };
@@ -34,6 +35,8 @@ pub struct WantedState {
     pub age: Duration,
     /// Whether a file asks for it.
     pub is_wanted: bool,
+    /// Whether the manager has staged it.
+    pub is_managed: bool,
 }
 
 /// A volume as `uringctl plan` shows it.
@@ -147,6 +150,7 @@ impl Manager {
                     detail,
                     age: since.map(|since| now - *since).unwrap_or_default(),
                     is_wanted: wanted.is_some(),
+                    is_managed: actual.get(handle).is_some_and(Actual::is_managed),
                 }
             })
             .collect();
@@ -159,6 +163,7 @@ impl Manager {
                 detail: error.to_string(),
                 age: Duration::ZERO,
                 is_wanted: true,
+                is_managed: false,
             });
         }
         rows.sort_by(|a, b| (&a.name, &a.handle).cmp(&(&b.name, &b.handle)));

@@ -46,6 +46,13 @@ pub struct Actual {
     pub presence: Presence,
 }
 
+impl Actual {
+    /// Whether the manager has staged it.
+    pub fn is_managed(&self) -> bool {
+        self.applied.is_some() && matches!(self.presence, Presence::Managed { .. })
+    }
+}
+
 /// Whether and by whom a volume is attached to this machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Presence {

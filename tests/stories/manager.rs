@@ -7,7 +7,9 @@ use std::{
 };
 
 use serde_json::Value;
-use testkit::{Content, MIB, Node, NodeSetup, Rng, Sandbox, eventually, loops_over, run, story};
+use testkit::{
+    Content, Controller, MIB, Node, NodeSetup, Rng, Sandbox, eventually, loops_over, run, story,
+};
 
 use super::operator::Operator;
 
@@ -20,11 +22,15 @@ struct Machine {
 
 impl Machine {
     async fn start(sandbox: &Sandbox) -> Self {
+        let mut setup = NodeSetup::new(sandbox);
+        setup.pools = vec![format!("main={},local", sandbox.pool("main").display())];
+        Self::start_with(sandbox, setup).await
+    }
+
+    async fn start_with(sandbox: &Sandbox, setup: NodeSetup) -> Self {
         let directory = sandbox.dir().join("volumes");
         fs::create_dir(&directory).unwrap();
         fs::write(directory.join(".uring-csi-volumes"), "").unwrap();
-        let mut setup = NodeSetup::new(sandbox);
-        setup.pools = vec![format!("main={},local", sandbox.pool("main").display())];
         let setup = setup.arg(&format!("--volumes={}", directory.display()));
         let node = Node::start_with(sandbox, setup).await;
         let operator = Operator::with_sockets(node.socket(), node.socket());
@@ -271,6 +277,86 @@ fn a_raw_volume_is_a_device_at_a_path() {
         machine.wait("disk", "gone");
         content.assert_at(&image, MIB);
         assert!(loops_over(&image).is_empty());
+        machine.node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_volume_that_up_makes_persists() {
+    story(async |sandbox| {
+        let mut machine = Machine::start_with(sandbox, NodeSetup::new(sandbox)).await;
+        let controller = Controller::start(sandbox).await;
+        machine.operator = Operator::new(&machine.node, &controller);
+        let operator = &machine.operator;
+        let path = machine.path("data");
+        let text = path.to_str().unwrap();
+        let up = ["up", "data", "64Mi", text, "--persist"];
+        // A file of that name that asks for another volume stays as it is.
+        image(sandbox, "other");
+        machine.write("data", &machine.file("other", "mount", ""));
+        let (code, _, err) = operator.run(&up);
+        assert!(code == 5 && err.contains("something else"), "{code}: {err}");
+        machine.remove("data");
+        machine.wait("data", "gone");
+
+        let content = Content::new("persists");
+        for _ in 0..2 {
+            operator.json(&up);
+            if !path.join("file").exists() {
+                content.write(&path.join("file"));
+            }
+        }
+        let held = operator.json(&["volumes"]);
+        let id = held["volumes"][0]["volume_id"].as_str().unwrap().to_owned();
+        for command in [
+            &["down", "data"][..],
+            &["unstage", &id],
+            &["unpublish", &id, text],
+        ] {
+            let (code, _, err) = operator.run(command);
+            assert_eq!(code, 5, "{command:?}: {err}");
+            assert!(err.contains("uringctl remove data"), "{err}");
+        }
+        content.assert_in(&path.join("file"));
+
+        // As after a reboot: nothing of the agent's but the file is left.
+        machine.node.kill9().await;
+        run(&["umount", text]);
+        let staged = run(&[
+            "findmnt",
+            "--noheadings",
+            "--list",
+            "--output",
+            "TARGET",
+            "--types",
+            "ext4",
+        ]);
+        for mount in staged.lines().filter(|line| line.contains("managed-")) {
+            run(&["umount", mount.trim()]);
+        }
+        let device = held["volumes"][0]["device"].as_str().unwrap();
+        run(&["losetup", "--detach", device]);
+        for records in ["volumes", "managed"] {
+            fs::remove_dir_all(machine.node.run_dir.join(records)).unwrap();
+        }
+        machine.node.restart().await;
+        machine.wait("data", "mounted");
+        content.assert_in(&path.join("file"));
+
+        // One that `up` holds without a file stays where it is.
+        let plain = machine.path("plain");
+        let plain = plain.to_str().unwrap();
+        machine.operator.json(&["up", "plain", "64Mi", plain]);
+        let again = ["up", "plain", "64Mi", plain, "--persist"];
+        let (code, _, err) = machine.operator.run(&again);
+        assert!(
+            code == 5 && err.contains("staged by others"),
+            "{code}: {err}"
+        );
+        machine.operator.json(&["down", "plain", "--delete"]);
+        machine.operator.json(&["remove", "data"]);
+        machine.wait("data", "gone");
+        machine.operator.json(&["delete", "data"]);
         machine.node.assert_clean().await;
     });
 }
