@@ -35,3 +35,5 @@ mod table;
 pub use list::{PlannedState, WantedState};
 #[cfg(feature = "node")]
 pub use run::Manager;
+#[cfg(feature = "node")]
+pub use state::Summary;

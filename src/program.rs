@@ -6,6 +6,8 @@
 pub mod controller;
 #[cfg(feature = "node")]
 pub mod node;
+#[cfg(feature = "node")]
+mod notify;
 #[cfg(any(feature = "node", feature = "controller"))]
 mod sockets;
 #[cfg(feature = "holder")]

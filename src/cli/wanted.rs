@@ -76,11 +76,13 @@ impl Answer for WantedAnswer {
     fn text(&self) -> String {
         let rows = self.volumes.iter().map(|volume| {
             let state = if volume.is_wanted { "" } else { ", to go" };
+            // Programs such as mkfs add their usage.
+            let detail = volume.detail.lines().next().unwrap_or_default();
             [
                 volume.name.clone(),
                 format!("{}{state}", volume.state),
                 volume.path.clone(),
-                volume.detail.clone(),
+                detail.to_owned(),
             ]
         });
         table(

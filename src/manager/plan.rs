@@ -219,6 +219,8 @@ pub enum Unfinished {
 pub struct Failure {
     pub action: Action,
     pub error: String,
+    /// Whether no repeat succeeds before something is changed.
+    pub is_final: bool,
     /// How often it has failed without success.
     pub times: u32,
     /// When it is repeated.
@@ -245,9 +247,25 @@ impl Failure {
         Self {
             action,
             error,
+            is_final: is_final(kind),
             times,
             repeat: now + pause(kind, times),
         }
+    }
+}
+
+/// Whether something has to be changed first, which may not be in the file.
+fn is_final(kind: Kind) -> bool {
+    match kind {
+        Kind::InUse | Kind::Transient | Kind::Deadline | Kind::Exhausted => false,
+        Kind::Invalid
+        | Kind::NotFound
+        | Kind::Conflict
+        | Kind::OutOfRange
+        | Kind::Unsupported
+        | Kind::Precondition
+        | Kind::Unauthenticated
+        | Kind::Internal => true,
     }
 }
 
@@ -256,16 +274,8 @@ fn pause(kind: Kind, times: u32) -> Duration {
     let (first, limit) = match kind {
         // The user may end at any time.
         Kind::InUse => (1, 10),
-        Kind::Transient | Kind::Deadline | Kind::Exhausted => (1, 60),
-        // Something has to be changed first, which may not be in the file.
-        Kind::Invalid
-        | Kind::NotFound
-        | Kind::Conflict
-        | Kind::OutOfRange
-        | Kind::Unsupported
-        | Kind::Precondition
-        | Kind::Unauthenticated
-        | Kind::Internal => (5, 300),
+        kind if is_final(kind) => (5, 300),
+        _ => (1, 60),
     };
     let doubled = 1_u64.checked_shl(times - 1).unwrap_or(u64::MAX);
     Duration::from_secs(limit.min(doubled.saturating_mul(first)))

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::{Notify, Semaphore, watch};
 
 use super::{
     calls,
@@ -16,7 +16,7 @@ use super::{
     plan::{Action, Actual, Applied, Failure, Plan, Presence, Unfinished, plan},
     populate,
     records::AppliedRecords,
-    state::ManagerState,
+    state::{ManagerState, Summary},
     table::DesiredTable,
 };
 use crate::{
@@ -43,6 +43,7 @@ pub struct Manager {
     pub(super) directory: VolumesDir,
     records: AppliedRecords,
     state: Mutex<ManagerState>,
+    summary: watch::Sender<Summary>,
     /// Something was done, or the desired state is another.
     changed: Notify,
     /// Of listings, one at a time reads the directory, whose disk may hang.
@@ -102,6 +103,7 @@ impl Manager {
                 desired: unread,
                 ..ManagerState::default()
             }),
+            summary: watch::Sender::default(),
             changed: Notify::new(),
             reads: Arc::new(Semaphore::new(1)),
         })
@@ -110,6 +112,11 @@ impl Manager {
     /// The directory of the files.
     pub fn directory(&self) -> &Path {
         self.directory.path()
+    }
+
+    /// How far the wanted volumes are, from now on.
+    pub fn summary(&self) -> watch::Receiver<Summary> {
+        self.summary.subscribe()
     }
 
     /// Brings the volumes into their desired state, and keeps them there.
@@ -208,7 +215,7 @@ impl Manager {
         plan.due
     }
 
-    /// Notes which volumes are not as desired, and shows it in the metrics.
+    /// Notes which volumes are not as desired, and shows it.
     fn note_unsettled(&self, plan: &Plan) {
         let now = Instant::now();
         let mut state = self.state();
@@ -221,6 +228,12 @@ impl Manager {
         }
         let oldest = state.unsettled.values().min().map(|since| now - *since);
         metrics::wanted_volumes(state.count(plan), oldest.unwrap_or_default());
+        let now = state.summary(plan);
+        self.summary.send_if_modified(|before| {
+            let is_other = *before != now;
+            *before = now;
+            is_other
+        });
     }
 
     /// What is to be done and what waits, and the volumes as they are.

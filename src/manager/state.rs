@@ -20,6 +20,16 @@ pub const BAD: &str = "bad";
 /// Every state.
 pub const STATES: [&str; 5] = [READY, CHANGING, FAILED, BLOCKED, BAD];
 
+/// How far the wanted volumes are, in all.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    /// Every volume that a file asks for is there, or cannot be before somebody changes
+    /// something.
+    pub is_settled: bool,
+    /// One line.
+    pub text: String,
+}
+
 #[derive(Debug, Default)]
 pub struct ManagerState {
     /// What was in the directory when it was last read.
@@ -62,6 +72,51 @@ impl ManagerState {
                 Some(Next::Blocked(why)) => (BLOCKED, why.to_string()),
                 _ => (READY, String::new()),
             },
+        }
+    }
+
+    /// How far the wanted volumes are.
+    pub fn summary(&self, plan: &Plan) -> Summary {
+        if self.content.is_none() {
+            let why = self.desired.incomplete.clone();
+            return Summary {
+                is_settled: false,
+                text: why.unwrap_or_default(),
+            };
+        }
+        let wanted = self.desired.volumes.iter();
+        let described: Vec<_> = wanted
+            .map(|(handle, wanted)| (handle, wanted, self.describe(plan, handle)))
+            .collect();
+        let is_pending = |handle: &str, state| {
+            let has_failed = match self.attempts.get(handle) {
+                Some(Unfinished::Running(_, failure)) => failure.as_ref(),
+                Some(Unfinished::Failed(failure)) => Some(failure),
+                None => None,
+            };
+            matches!(state, CHANGING | FAILED) && !has_failed.is_some_and(|it| it.is_final)
+        };
+        let is_settled =
+            !(described.iter()).any(|(handle, _, (state, _))| is_pending(handle, *state));
+        let missing: Vec<_> = (described.iter())
+            .filter(|(_, _, (state, _))| *state != READY)
+            .map(|(_, wanted, (_, detail))| format!("{}: {detail}", wanted.name))
+            .chain(
+                self.desired
+                    .bad
+                    .iter()
+                    .map(|(name, error)| format!("{name}: {error}")),
+            )
+            .collect();
+        let files = described.len() + self.desired.bad.len();
+        let mut text = format!("{} of {files} volumes ready", files - missing.len());
+        for missing in missing.iter().take(3) {
+            text.push_str("; ");
+            text.push_str(missing);
+        }
+        Summary {
+            is_settled,
+            text: text.replace('\n', ", "),
         }
     }
 

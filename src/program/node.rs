@@ -46,7 +46,7 @@ use crate::{
     },
     pool::{PoolSpec, Pools, Scope},
     program::{
-        report_threads,
+        notify, report_threads,
         sockets::{Listeners, Sockets},
     },
     proto::{
@@ -343,6 +343,7 @@ async fn serve(options: NodeOptions, location: CrushLocation) -> Result<(), Fail
     let able = Readiness::default();
     able.set(why_not_ready(&options.kubelet_dir)?);
     ring::spawn(watch(node.clone(), able.clone(), readiness.clone()));
+    let volumes = manager.as_ref().map(|manager| manager.summary());
     let handle = NodeHandle::new(node.clone());
     let addons = addons_routes(&config.driver_name, able.clone(), handle.clone());
     let routes = Routes::default()
@@ -358,6 +359,7 @@ async fn serve(options: NodeOptions, location: CrushLocation) -> Result<(), Fail
         .add_service(NodeAdminServer::new(AdminService::new(
             handle, config, pool_names, readiness, manager,
         )));
+    ring::spawn(notify::announce(volumes));
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
         endpoint = %options.endpoint,

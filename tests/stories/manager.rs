@@ -2,8 +2,12 @@
 
 use std::{
     fs::{self, File},
-    os::unix::fs::{MetadataExt as _, symlink},
+    os::unix::{
+        fs::{MetadataExt as _, symlink},
+        net::UnixDatagram,
+    },
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use serde_json::Value;
@@ -358,6 +362,49 @@ fn a_volume_that_up_makes_persists() {
         machine.wait("data", "gone");
         machine.operator.json(&["delete", "data"]);
         machine.node.assert_clean().await;
+    });
+}
+
+#[test]
+fn systemd_learns_when_the_wanted_volumes_are_there() {
+    story(async |sandbox| {
+        let machine = Machine::start(sandbox).await;
+        let node = &machine.node;
+        node.kill9().await;
+        image(sandbox, "data");
+        machine.write("data", &machine.file("data", "mount", ""));
+        // No image: somebody has to make one.
+        machine.write("none", &machine.file("none", "mount", ""));
+        let socket = sandbox.dir().join("notify.sock");
+        let systemd = UnixDatagram::bind(&socket).unwrap();
+        systemd
+            .set_read_timeout(Some(Duration::from_secs(100)))
+            .unwrap();
+        let next = || {
+            let mut bytes = [0; 4096];
+            let read = systemd.recv(&mut bytes).unwrap();
+            String::from_utf8_lossy(&bytes[..read]).into_owned()
+        };
+        node.start_notifying(&socket);
+        let mut told = next();
+        while !told.contains("READY=1") {
+            told = next();
+        }
+        assert!(
+            told.contains("STATUS=1 of 2 volumes ready; none: cannot attach"),
+            "{told}"
+        );
+        assert_ne!(options_at(&machine.path("data")), "");
+        image(sandbox, "none");
+        while !told.contains("STATUS=2 of 2 volumes ready") {
+            told = next();
+            assert!(!told.contains("READY=1"), "once");
+        }
+        for name in ["data", "none"] {
+            machine.remove(name);
+            machine.wait(name, "gone");
+        }
+        node.assert_clean().await;
     });
 }
 

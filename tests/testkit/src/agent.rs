@@ -153,6 +153,11 @@ impl Agent {
         .await;
     }
 
+    /// Starts the process as systemd does, which listens at the socket (sd_notify(3)).
+    pub fn start_notifying(&self, socket: &Path) {
+        self.spawn_with(&[("NOTIFY_SOCKET", socket.display().to_string())]);
+    }
+
     /// Whether it has been stopped by a signal.
     pub fn is_stopped(&self) -> bool {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).expect("procfs");

@@ -1,0 +1,65 @@
+//! What systemd learns of the node agent (sd_notify(3)); nothing without systemd.
+
+use std::{
+    env, io,
+    os::{
+        linux::net::SocketAddrExt as _,
+        unix::{
+            ffi::OsStrExt as _,
+            net::{SocketAddr, UnixDatagram},
+        },
+    },
+    time::{Duration, Instant},
+};
+
+use tokio::sync::watch;
+
+use crate::manager::Summary;
+
+/// How long the start of the machine waits for volumes whose server may come back.
+const BOOT_WITHIN: Duration = Duration::from_secs(60);
+
+/// Says that the agent is ready: once all volumes that files ask for are there, or cannot
+/// be before somebody changes something; then what is missing, whenever that changes.
+pub async fn announce(volumes: Option<watch::Receiver<Summary>>) {
+    let Some(mut volumes) = volumes else {
+        return tell("READY=1");
+    };
+    let until = Instant::now() + BOOT_WITHIN;
+    let mut is_ready = false;
+    loop {
+        let now = volumes.borrow_and_update().clone();
+        let left = until.saturating_duration_since(Instant::now());
+        let mut state = format!("STATUS={}", now.text);
+        if !is_ready && (now.is_settled || left.is_zero()) {
+            is_ready = true;
+            state.push_str("\nREADY=1");
+        }
+        tell(&state);
+        let changed = volumes.changed();
+        let pause = if is_ready { Duration::MAX } else { left };
+        if let Ok(Err(_)) = tokio::time::timeout(pause, changed).await {
+            return;
+        }
+    }
+}
+
+fn tell(state: &str) {
+    if let Err(error) = send(state) {
+        tracing::warn!(%error, state, "cannot notify systemd");
+    }
+}
+
+fn send(state: &str) -> io::Result<()> {
+    let Some(path) = env::var_os("NOTIFY_SOCKET") else {
+        return Ok(());
+    };
+    let address = match path.as_bytes() {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
+        _ => SocketAddr::from_pathname(path)?,
+    };
+    let socket = UnixDatagram::unbound()?;
+    // systemd may be busy; the runtime thread is not to wait for it.
+    socket.set_nonblocking(true)?;
+    socket.send_to_addr(state.as_bytes(), &address).map(drop)
+}
