@@ -16,6 +16,7 @@ use rustix::{
     fd::OwnedFd,
     fs::{Mode, chmod, fstat},
 };
+use tokio::sync::OwnedMutexGuard;
 
 use super::{
     Abilities, Capacity, CapacityRequest, ContentSource, ListEntry, ListRequest, NewSnapshot,
@@ -34,6 +35,8 @@ mod making;
 mod records;
 mod removal;
 mod snapshots;
+#[cfg(test)]
+mod tests;
 mod tree;
 
 pub use class::is_ours as is_of_class;
@@ -109,11 +112,29 @@ impl NfsStore {
         Ok((parsed, export))
     }
 
+    /// Locks the place of a new directory, once what a killed deletion of its handle set
+    /// aside is removed: the next deletion would take that for this directory.
+    fn lock_for_new(
+        &self,
+        export: &NfsExport,
+        place: &str,
+        handle: &str,
+    ) -> io::Result<OwnedMutexGuard<()>> {
+        let aside = aside_of(handle);
+        loop {
+            // Not while others wait for the lock: it may take long.
+            let _ = export.remove(&aside)?;
+            let locked = self.directories.lock_on_lane(place);
+            if !export.has(&aside)? {
+                return Ok(locked);
+            }
+        }
+    }
+
     /// Makes an empty directory, or finds it.
     fn create_empty(&self, made: &NewDirectory) -> Result<(), ProvisionError> {
         let directory = &made.handle.directory;
         let export = self.export(directory)?;
-        let _directory = self.directories.lock_on_lane(&directory.to_string());
         let path = records::of_volume(&made.handle);
         let record = DirectoryRecord {
             handle: made.handle.to_string(),
@@ -121,6 +142,8 @@ impl NfsStore {
         };
         let attempt = || {
             let root = export.open()?;
+            let place = directory.to_string();
+            let _directory = self.lock_for_new(export, &place, &record.handle)?;
             let found: Option<DirectoryRecord> = records::read(&root, &path)?;
             if found.is_some_and(|it| it != record) && export.has(directory.sub_dir())? {
                 return Ok(false);
@@ -187,7 +210,8 @@ impl NfsStore {
             done.and_then(|()| below::sync(&to))
                 .map_err(cannot("make"))?;
         }
-        let _directory = self.directories.lock_on_lane(&directory.to_string());
+        let locked = self.lock_for_new(export, &directory.to_string(), &record.handle);
+        let _directory = locked.map_err(cannot("make"))?;
         crash_point();
         records::write(&root, &path, &record).map_err(cannot("record"))?;
         match draft.place(sub_dir).map_err(cannot("make"))? {
@@ -301,6 +325,11 @@ impl<'s> SourceTree<'s> {
     }
 }
 
+/// The name in the share of a directory that is being deleted.
+fn aside_of(handle: &str) -> String {
+    format!(".deleted-{}", digest::sha256_hex(handle))
+}
+
 fn differs(made: &NewDirectory, how: &str) -> ProvisionError {
     ProvisionError::Differs {
         name: made.handle.directory.to_string(),
@@ -396,7 +425,7 @@ impl Provisioner for NfsStore {
                 why: "the handle has another word than delete, retain or archive".to_owned(),
             });
         };
-        let aside = format!(".deleted-{}", digest::sha256_hex(handle));
+        let aside = aside_of(handle);
         let release = || {
             let _directory = self.directories.lock_on_lane(&directory.to_string());
             let root = export.open()?;
@@ -549,30 +578,5 @@ fn volume(handle: &DirectoryHandle, context: BTreeMap<String, String>) -> Volume
         source: None,
         local: false,
         topology: BTreeMap::new(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::Kind;
-
-    #[test]
-    fn a_source_in_a_share_that_is_away_is_not_missing() {
-        let dir = tempfile::tempdir().expect("a directory");
-        std::fs::create_dir(dir.path().join("v")).expect("made");
-        let kind_of = |option: &str, handle: &str| {
-            let export = format!("srv:/share={}{option}", dir.path().display());
-            let exports = vec![export.parse().expect("an export")];
-            let store = NfsStore::new(exports, OnDelete::Delete, Copies::new(1, 1));
-            let store = store.expect("a store");
-            let opened = store.volume_tree(handle).map(drop);
-            opened.map_err(|error| error.kind())
-        };
-        assert_eq!(kind_of("", "srv#share#v##"), Ok(()));
-        assert_eq!(kind_of("", "srv#share#gone##"), Err(Kind::NotFound));
-        for option in [",mounted", "-gone"] {
-            assert_eq!(kind_of(option, "srv#share#v##"), Err(Kind::Transient));
-        }
     }
 }

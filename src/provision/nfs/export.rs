@@ -93,7 +93,8 @@ impl NfsExport {
 
     /// Renames the directory to `aside`, in the share itself, and removes those above it
     /// that are empty then. Nothing happens if an earlier call has set it aside: what has its
-    /// path by now is another volume's.
+    /// path by now is another volume's, as none of the same handle is made before `aside` is
+    /// removed.
     pub fn set_aside(&self, sub_dir: &str, aside: &str) -> io::Result<Done> {
         let root = self.open()?;
         let (parent, name) = split(sub_dir);

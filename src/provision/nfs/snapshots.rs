@@ -17,7 +17,7 @@ use rustix::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    NfsStore,
+    NfsStore, aside_of,
     below::{self, absent_is_none},
     class, failed,
     handle::{BadHandle, DirectoryHandle},
@@ -135,8 +135,8 @@ impl NfsStore {
             why: "no directory of a share and no handle can have the name".to_owned(),
         })?;
         let cannot = |step| failed(step, &handle.share);
-        let root = self.export(&handle.share)?.open();
-        let root = root.map_err(cannot("open"))?;
+        let export = self.export(&handle.share)?;
+        let root = export.open().map_err(cannot("open"))?;
         let draft = DirectoryDraft::begin(&root, &handle.record()).map_err(cannot("write in"))?;
         let draft = draft.ok_or_else(|| ProvisionError::Busy(new.name.clone()))?;
         // Before the volume is looked for: a snapshot may outlive it.
@@ -169,7 +169,8 @@ impl NfsStore {
             created: u64::try_from(created.unwrap_or_default().as_nanos()).unwrap_or(u64::MAX),
             bytes: size.allocated,
         };
-        let _directory = self.directories.lock_on_lane(&handle.directory());
+        let locked = self.lock_for_new(export, &handle.directory(), &record.handle);
+        let _directory = locked.map_err(cannot("write in"))?;
         let written = records::write(&root, &handle.record(), &record);
         written.map_err(cannot("write in"))?;
         match draft.place(&handle.name).map_err(cannot("write in"))? {
@@ -183,7 +184,7 @@ impl NfsStore {
             return Ok(());
         };
         let export = self.export(&handle.share)?;
-        let aside = format!(".deleted-{}", digest::sha256_hex(text));
+        let aside = aside_of(text);
         let remove = || {
             let root = export.open()?;
             let record = handle.record();

@@ -1,0 +1,140 @@
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use tempfile::TempDir;
+
+use super::*;
+use crate::{Kind, provision::AccessibilityRequirements};
+
+/// A share and the controller's store over it.
+struct Share {
+    dir: TempDir,
+    store: NfsStore,
+}
+
+impl Share {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let export = format!("srv:/share={}", dir.path().display());
+        let exports = vec![export.parse().expect("an export")];
+        let store = NfsStore::new(exports, OnDelete::Delete, Copies::new(1, 1));
+        let store = store.expect("a store");
+        Self { dir, store }
+    }
+
+    fn at(&self, path: impl AsRef<Path>) -> PathBuf {
+        self.dir.path().join(path)
+    }
+
+    fn make(
+        &self,
+        name: &str,
+        class: &[(&str, &str)],
+        source: Option<ContentSource>,
+    ) -> Result<String, ProvisionError> {
+        let base = [("server", "srv"), ("share", "/share")];
+        let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+        let made = self.store.create_volume(&NewVolume {
+            name: name.to_owned(),
+            range: Range::default(),
+            parameters: base.iter().chain(class).map(owned).collect(),
+            mutable: HashMap::default(),
+            uses: Vec::new(),
+            source,
+            elsewhere: None,
+            accessibility: AccessibilityRequirements::default(),
+            secrets: Secrets::default(),
+        });
+        Ok(made?.handle)
+    }
+
+    /// The handle of a new volume of that `subDir`.
+    fn volume(&self, name: &str, sub_dir: &str) -> String {
+        let made = self.make(name, &[("subDir", sub_dir)], None);
+        made.expect("a volume")
+    }
+
+    fn delete(&self, handle: &str) {
+        let deleted = self.store.delete_volume(handle, &Secrets::default());
+        deleted.expect("deleted");
+    }
+
+    fn snapshot(&self, name: &str, volume: &str) -> Result<String, ProvisionError> {
+        let taken = self.store.create_snapshot(&NewSnapshot {
+            name: name.to_owned(),
+            volume: volume.to_owned(),
+            parameters: HashMap::default(),
+            secrets: Secrets::default(),
+        });
+        Ok(taken?.handle)
+    }
+
+    /// Does what a deletion does that is killed after its rename.
+    fn set_aside(&self, path: &str, handle: &str) {
+        let aside = self.at(aside_of(handle));
+        fs::rename(self.at(path), aside).expect("renamed");
+    }
+}
+
+#[test]
+fn what_is_made_anew_after_a_killed_deletion_is_deleted() {
+    let share = Share::new();
+    let source = share.volume("source", "source");
+    fs::write(share.at("source/file"), "copied").expect("written");
+    for (sub_dir, from) in [
+        ("", None),
+        ("team/v", None),
+        ("team/v", Some(ContentSource::Volume(source.clone()))),
+    ] {
+        let class = [("subDir", sub_dir)];
+        let path = if sub_dir.is_empty() { "v" } else { sub_dir };
+        let make = || share.make("v", &class, from.clone()).expect("made");
+        let handle = make();
+        fs::write(share.at(path).join("old"), "old").expect("written");
+        share.set_aside(path, &handle);
+        assert_eq!(make(), handle);
+        assert!(!share.at(path).join("old").exists());
+        fs::write(share.at(path).join("new"), "new").expect("written");
+        share.delete(&handle);
+        assert!(!share.at(path).exists(), "{handle}");
+        assert!(!share.at(aside_of(&handle)).exists(), "{handle}");
+    }
+    let take = || share.snapshot("snap", &source).expect("a snapshot");
+    let handle = take();
+    share.set_aside("snap", &handle);
+    assert_eq!(take(), handle);
+    let deleted = share.store.delete_snapshot(&handle, &Secrets::default());
+    deleted.expect("deleted");
+    assert!(!share.at("snap").exists());
+}
+
+#[test]
+fn a_late_deletion_keeps_a_newer_volume_that_has_no_record() {
+    let share = Share::new();
+    let old = share.volume("pvc-1", "data");
+    share.set_aside("data", &old);
+    share.make("data", &[], None).expect("made");
+    share.delete(&old);
+    assert!(share.at("data").exists());
+}
+
+#[test]
+fn a_source_in_a_share_that_is_away_is_not_missing() {
+    let dir = tempfile::tempdir().expect("a directory");
+    fs::create_dir(dir.path().join("v")).expect("made");
+    let kind_of = |option: &str, handle: &str| {
+        let export = format!("srv:/share={}{option}", dir.path().display());
+        let exports = vec![export.parse().expect("an export")];
+        let store = NfsStore::new(exports, OnDelete::Delete, Copies::new(1, 1));
+        let store = store.expect("a store");
+        let opened = store.volume_tree(handle).map(drop);
+        opened.map_err(|error| error.kind())
+    };
+    assert_eq!(kind_of("", "srv#share#v##"), Ok(()));
+    assert_eq!(kind_of("", "srv#share#gone##"), Err(Kind::NotFound));
+    for option in [",mounted", "-gone"] {
+        assert_eq!(kind_of(option, "srv#share#v##"), Err(Kind::Transient));
+    }
+}
