@@ -147,6 +147,9 @@ pub enum ProvisionError {
          of snapshot {handle:?}"
     )]
     NotSnapshot { handle: String, name: String },
+    /// Its directory is not the snapshot's alone.
+    #[error("a volume has its directory in that of snapshot {0:?}; delete the volume first")]
+    VolumeInSnapshot(String),
     /// Orphans of another store.
     #[error("{0} is not in a Ceph cluster, and only there are orphans found")]
     NoOrphans(String),
@@ -335,6 +338,7 @@ impl ProvisionError {
             | Self::ShareNotGiven { .. }
             | Self::PackedSnapshot(_)
             | Self::NotSnapshot { .. }
+            | Self::VolumeInSnapshot(_)
             | Self::NoBackend
             | Self::NoOrphans(_)
             | Self::SeveralBackends(_)

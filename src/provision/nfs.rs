@@ -48,10 +48,11 @@ pub use class::OnDelete;
 use class::NewDirectory;
 use handle::DirectoryHandle;
 use making::DirectoryDraft;
-use records::DirectoryRecord;
+use records::{DirectoryRecord, RecordedDirectories, VolumeRecords};
 use snapshots::DirectorySnapshotHandle;
 use tree::TreeSize;
 
+const OF_SNAPSHOT: &str = "it is the directory of a snapshot, or in that";
 const NO_LIST: &str = "the directories of an NFS server are not listed";
 
 /// Whether the text is a handle of any release of csi-driver-nfs.
@@ -68,6 +69,7 @@ pub struct NfsStore {
     copies: Copies,
     /// Held while a directory is made or moved.
     directories: KeyedMutex,
+    recorded: RecordedDirectories,
 }
 
 impl NfsStore {
@@ -90,6 +92,7 @@ impl NfsStore {
             on_delete,
             copies,
             directories: KeyedMutex::default(),
+            recorded: RecordedDirectories::default(),
         })
     }
 
@@ -112,19 +115,26 @@ impl NfsStore {
         Ok((parsed, export))
     }
 
-    /// Locks the place of a new directory, once what a killed deletion of its handle set
+    /// Locks the path with those that begin with the same name, so all above and below it.
+    fn lock(&self, export: &NfsExport, path: &str) -> OwnedMutexGuard<()> {
+        let (first, _) = below::split_first(path);
+        let place = format!("{first:?} in {}", export.share);
+        self.directories.lock_on_lane(&place)
+    }
+
+    /// Locks the path of a new directory, once what a killed deletion of its handle set
     /// aside is removed: the next deletion would take that for this directory.
     fn lock_for_new(
         &self,
         export: &NfsExport,
-        place: &str,
+        path: &str,
         handle: &str,
     ) -> io::Result<OwnedMutexGuard<()>> {
         let aside = aside_of(handle);
         loop {
             // Not while others wait for the lock: it may take long.
             let _ = export.remove(&aside)?;
-            let locked = self.directories.lock_on_lane(place);
+            let locked = self.lock(export, path);
             if !export.has(&aside)? {
                 return Ok(locked);
             }
@@ -142,22 +152,24 @@ impl NfsStore {
         };
         let attempt = || {
             let root = export.open()?;
-            let place = directory.to_string();
-            let _directory = self.lock_for_new(export, &place, &record.handle)?;
+            let sub_dir = directory.sub_dir();
+            let _directory = self.lock_for_new(export, sub_dir, &record.handle)?;
             let found: Option<DirectoryRecord> = records::read(&root, &path)?;
-            if found.is_some_and(|it| it != record) && export.has(directory.sub_dir())? {
-                return Ok(false);
+            if found.is_some_and(|it| it != record) && export.has(sub_dir)? {
+                return Ok(Some("it is a copy of a volume or snapshot"));
+            }
+            if snapshots::has(&root, sub_dir)? {
+                return Ok(Some(OF_SNAPSHOT));
             }
             if !made.handle.uuid.is_empty() {
                 records::write(&root, &path, &record)?;
             }
             crash_point();
-            export.make(directory.sub_dir(), made.mode).map(|()| true)
+            export.make(sub_dir, made.mode).map(|()| None)
         };
-        if attempt().map_err(failed("make", directory))? {
-            Ok(())
-        } else {
-            Err(differs(made, "it is a copy of a volume or snapshot"))
+        match attempt().map_err(failed("make", directory))? {
+            None => Ok(()),
+            Some(how) => Err(differs(made, how)),
         }
     }
 
@@ -210,8 +222,11 @@ impl NfsStore {
             done.and_then(|()| below::sync(&to))
                 .map_err(cannot("make"))?;
         }
-        let locked = self.lock_for_new(export, &directory.to_string(), &record.handle);
+        let locked = self.lock_for_new(export, sub_dir, &record.handle);
         let _directory = locked.map_err(cannot("make"))?;
+        if snapshots::has(&root, sub_dir).map_err(cannot("look for"))? {
+            return Err(differs(made, OF_SNAPSHOT));
+        }
         crash_point();
         records::write(&root, &path, &record).map_err(cannot("record"))?;
         match draft.place(sub_dir).map_err(cannot("make"))? {
@@ -427,21 +442,30 @@ impl Provisioner for NfsStore {
         };
         let aside = aside_of(handle);
         let release = || {
-            let _directory = self.directories.lock_on_lane(&directory.to_string());
+            let _directory = self.lock(export, sub_dir);
             let root = export.open()?;
             let record = records::of_volume(&parsed);
-            let is_shared = records::has_others(&root, &record)?;
+            let volumes = VolumeRecords::list(&root)?;
+            let is_shared = volumes.has_others(&record)
+                || self.recorded.has_below(&root, &volumes, sub_dir)?
+                || snapshots::has(&root, sub_dir)?;
             match on_delete {
                 _ if is_shared => tracing::info!(
                     handle,
                     %directory,
-                    "another volume has the directory: it stays until that one is deleted"
+                    "the directory is also that of another volume or a snapshot, or has such a \
+                     directory in it: it stays"
                 ),
-                OnDelete::Delete => drop(export.set_aside(sub_dir, &aside)?),
+                OnDelete::Delete => {
+                    let is_kept = |above: &str| volumes.has(above);
+                    let _ = export.set_aside(sub_dir, &aside, is_kept)?;
+                }
                 OnDelete::Archive => drop(export.archive(sub_dir)?),
                 OnDelete::Retain => {}
             }
-            records::remove(&root, &record)
+            records::remove(&root, &record)?;
+            self.recorded.forget(&record);
+            Ok(())
         };
         let done = release().and_then(|()| export.remove(&aside));
         let done = done.map_err(failed("delete", directory))?;

@@ -101,6 +101,11 @@ pub fn path_of(at: &OwnedFd, name: impl AsRef<Path>) -> PathBuf {
         .join(name)
 }
 
+/// The first name, and the path below it.
+pub fn split_first(path: &str) -> (&str, &str) {
+    path.split_once('/').unwrap_or((path, ""))
+}
+
 /// The parent, empty for the share itself, and the last name.
 pub fn split(path: &str) -> (&str, &str) {
     path.rsplit_once('/').unwrap_or(("", path))

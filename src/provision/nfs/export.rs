@@ -94,8 +94,13 @@ impl NfsExport {
     /// Renames the directory to `aside`, in the share itself, and removes those above it
     /// that are empty then. Nothing happens if an earlier call has set it aside: what has its
     /// path by now is another volume's, as none of the same handle is made before `aside` is
-    /// removed.
-    pub fn set_aside(&self, sub_dir: &str, aside: &str) -> io::Result<Done> {
+    /// removed. A directory above it for which `is_kept` stays, though it is empty.
+    pub fn set_aside(
+        &self,
+        sub_dir: &str,
+        aside: &str,
+        is_kept: impl Fn(&str) -> bool,
+    ) -> io::Result<Done> {
         let root = self.open()?;
         let (parent, name) = split(sub_dir);
         let Some(above) = absent_is_none(walk(&root, parent))? else {
@@ -107,7 +112,7 @@ impl NfsExport {
         below::rename(&above, name, &root, aside)?;
         let mut path = parent;
         for _ in 0..MOST_PARENTS {
-            if path.is_empty() {
+            if path.is_empty() || is_kept(path) {
                 break;
             }
             let (parent, name) = split(path);
@@ -164,7 +169,7 @@ mod tests {
 
     /// A whole removal; `Already` if there was nothing to set aside.
     fn remove(export: &NfsExport, sub_dir: &str) -> io::Result<Done> {
-        let done = export.set_aside(sub_dir, ".deleted-x")?;
+        let done = export.set_aside(sub_dir, ".deleted-x", |_| false)?;
         let _ = export.remove(".deleted-x")?;
         Ok(done)
     }
@@ -175,13 +180,12 @@ mod tests {
         let export = export(dir.path());
         export.make("ns/a", None).expect("made");
         fs::write(dir.path().join("ns/a/old"), "x").expect("written");
-        let moved = export.set_aside("ns/a", ".deleted-1").expect("set aside");
-        assert_eq!(moved, Done::Now);
+        let set_aside = || export.set_aside("ns/a", ".deleted-1", |_| false);
+        assert_eq!(set_aside().expect("set aside"), Done::Now);
         // A new volume, while the old one's files are being removed.
         export.make("ns/a", None).expect("made");
         fs::write(dir.path().join("ns/a/new"), "x").expect("written");
-        let repeated = export.set_aside("ns/a", ".deleted-1").expect("looked");
-        assert_eq!(repeated, Done::Already);
+        assert_eq!(set_aside().expect("looked"), Done::Already);
         assert_eq!(export.remove(".deleted-1").expect("removed"), Done::Now);
         let left = fs::read_dir(dir.path().join("ns/a")).expect("read");
         let left: Vec<_> = left.map(|one| one.expect("read").file_name()).collect();

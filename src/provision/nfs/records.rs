@@ -5,7 +5,11 @@
 //! volumes share one. The handle of each then has the volume's name, but the directory does
 //! not. So such a volume has a record `volumes/DIRECTORY.HANDLE`, named by digests of both.
 
-use std::{fs, io};
+use std::{
+    collections::HashMap,
+    fs, io,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 use rustix::{
     fd::OwnedFd,
@@ -87,10 +91,78 @@ pub fn list(share: &OwnedFd, dir: &str) -> io::Result<Vec<String>> {
     fs::read_dir(path_of(&at, ""))?.map(path).collect()
 }
 
-/// Whether another volume than that of the record has the same directory.
-pub fn has_others(share: &OwnedFd, record: &str) -> io::Result<bool> {
-    let (directory, _) = record.split_once('.').unwrap_or((record, ""));
-    let same = format!("{directory}.");
-    let all = list(share, "volumes")?;
-    Ok(all.iter().any(|it| it != record && it.starts_with(&same)))
+/// The records of a share's volumes, at one moment.
+pub struct VolumeRecords(Vec<String>);
+
+impl VolumeRecords {
+    pub fn list(share: &OwnedFd) -> io::Result<Self> {
+        list(share, "volumes").map(Self)
+    }
+
+    /// Whether a volume has the directory.
+    pub fn has(&self, sub_dir: &str) -> bool {
+        let its = format!("volumes/{}.", digest::sha256_hex(sub_dir));
+        self.0.iter().any(|it| it.starts_with(&its))
+    }
+
+    /// Whether another volume than that of the record has the same directory.
+    pub fn has_others(&self, record: &str) -> bool {
+        let (directory, _) = record.split_once('.').unwrap_or((record, ""));
+        let same = format!("{directory}.");
+        self.0
+            .iter()
+            .any(|it| it != record && it.starts_with(&same))
+    }
+}
+
+/// The directories of recorded volumes, by the paths of the records. These are digests of the
+/// content, so no record has to be read twice.
+#[derive(Debug, Default)]
+pub struct RecordedDirectories(Mutex<HashMap<String, String>>);
+
+impl RecordedDirectories {
+    /// Whether one of the volumes has a directory below that one.
+    pub fn has_below(
+        &self,
+        share: &OwnedFd,
+        volumes: &VolumeRecords,
+        sub_dir: &str,
+    ) -> io::Result<bool> {
+        let above = format!("{sub_dir}/");
+        for record in &volumes.0 {
+            let directory = self.get(share, record)?;
+            let Some(directory) = directory.filter(|it| it.starts_with(&above)) else {
+                continue;
+            };
+            // Another program may have removed it. A path that a pod has spoiled is kept.
+            if below::has(share, &directory).unwrap_or(true) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn get(&self, share: &OwnedFd, record: &str) -> io::Result<Option<String>> {
+        let known = self.all().get(record).cloned();
+        if known.is_some() {
+            return Ok(known);
+        }
+        let read: Option<DirectoryRecord> = read(share, record)?;
+        let handle = read.and_then(|it| it.handle.parse::<DirectoryHandle>().ok());
+        let Some(handle) = handle else {
+            return Ok(None);
+        };
+        let directory = handle.directory.sub_dir().to_owned();
+        self.all().insert(record.to_owned(), directory.clone());
+        Ok(Some(directory))
+    }
+
+    /// Forgets a record that is removed.
+    pub fn forget(&self, record: &str) {
+        self.all().remove(record);
+    }
+
+    fn all(&self) -> MutexGuard<'_, HashMap<String, String>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }

@@ -22,7 +22,7 @@ use super::{
     class, failed,
     handle::{BadHandle, DirectoryHandle},
     making::{DirectoryDraft, is_being_made, sync_place},
-    records,
+    records::{self, VolumeRecords},
 };
 use crate::{
     Done, crash_point, digest,
@@ -74,21 +74,12 @@ impl DirectorySnapshotHandle {
     }
 
     fn record(&self) -> String {
-        format!("snapshots/{}", digest::sha256_hex(&self.name))
+        record_of(&self.name)
     }
 
     /// The directory of its content.
     pub fn data(&self) -> String {
         data_of(&self.name)
-    }
-
-    /// Its own directory, as a volume's that has the same path.
-    fn directory(&self) -> String {
-        format!(
-            "{}/{}",
-            self.share.to_string().trim_end_matches('/'),
-            self.name
-        )
     }
 }
 
@@ -169,7 +160,7 @@ impl NfsStore {
             created: u64::try_from(created.unwrap_or_default().as_nanos()).unwrap_or(u64::MAX),
             bytes: size.allocated,
         };
-        let locked = self.lock_for_new(export, &handle.directory(), &record.handle);
+        let locked = self.lock_for_new(export, &handle.name, &record.handle);
         let _directory = locked.map_err(cannot("write in"))?;
         let written = records::write(&root, &handle.record(), &record);
         written.map_err(cannot("write in"))?;
@@ -193,7 +184,7 @@ impl NfsStore {
                 return Ok(Err(ProvisionError::Busy(handle.name.clone())));
             };
             {
-                let _directory = self.directories.lock_on_lane(&handle.directory());
+                let _directory = self.lock(export, &handle.name);
                 let is_ours = complete(&root, &record, &handle.name)?.is_some();
                 if !is_ours && !is_packed(&root, &handle)? && below::has(&root, &handle.name)? {
                     return Ok(Err(ProvisionError::NotSnapshot {
@@ -201,7 +192,13 @@ impl NfsStore {
                         name: handle.name.clone(),
                     }));
                 }
-                let _ = export.set_aside(&handle.name, &aside)?;
+                let volumes = VolumeRecords::list(&root)?;
+                let is_shared = volumes.has(&handle.name)
+                    || self.recorded.has_below(&root, &volumes, &handle.name)?;
+                if is_shared {
+                    return Ok(Err(ProvisionError::VolumeInSnapshot(text.to_owned())));
+                }
+                let _ = export.set_aside(&handle.name, &aside, |_| false)?;
                 crash_point();
                 records::remove(&root, &record)?;
             }
@@ -308,6 +305,16 @@ fn complete(
     };
     let is_there = !is_being_made(root, record)? && below::has(root, &data_of(name))?;
     Ok(is_there.then_some(found))
+}
+
+/// Whether the path is the directory of a snapshot, or in that.
+pub fn has(root: &OwnedFd, path: &str) -> io::Result<bool> {
+    let (name, _) = below::split_first(path);
+    Ok(complete(root, &record_of(name), name)?.is_some())
+}
+
+fn record_of(name: &str) -> String {
+    format!("snapshots/{}", digest::sha256_hex(name))
 }
 
 fn data_of(name: &str) -> String {

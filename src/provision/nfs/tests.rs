@@ -138,3 +138,85 @@ fn a_source_in_a_share_that_is_away_is_not_missing() {
         assert_eq!(kind_of(option, "srv#share#v##"), Err(Kind::Transient));
     }
 }
+
+#[test]
+fn a_volume_gets_no_directory_of_a_snapshot() {
+    let share = Share::new();
+    let source = share.volume("source", "source");
+    fs::write(share.at("source/file"), "kept").expect("written");
+    let snapshot = share.snapshot("snap", &source).expect("a snapshot");
+    for sub_dir in ["snap", "snap/data", "snap/new"] {
+        for from in [None, Some(ContentSource::Volume(source.clone()))] {
+            let made = share.make("v", &[("subDir", sub_dir)], from);
+            assert_eq!(made.expect_err(sub_dir).kind(), Kind::Conflict);
+        }
+        // Handles that no controller gave.
+        share.delete(&format!("srv#share#{sub_dir}##"));
+    }
+    let made = share.make("snap", &[], None);
+    assert_eq!(made.expect_err("a snapshot").kind(), Kind::Conflict);
+    let left = fs::read_to_string(share.at("snap/data/file"));
+    assert_eq!(left.expect("the snapshot"), "kept");
+    assert!(!share.at("snap/new").exists());
+
+    let deleted = share.store.delete_snapshot(&snapshot, &Secrets::default());
+    deleted.expect("deleted");
+    share.volume("v", "snap");
+    assert!(share.at("snap").exists());
+}
+
+#[test]
+fn a_deletion_leaves_the_directories_of_volumes_above_and_below() {
+    let share = Share::new();
+    for on_delete in ["delete", "archive"] {
+        let volume = |name, sub_dir| {
+            let class = [("subDir", sub_dir), ("onDelete", on_delete)];
+            share.make(name, &class, None).expect("made")
+        };
+        let [above, below] = [("pv-1", "team"), ("pv-2", "team/db")].map(|(n, d)| volume(n, d));
+        let file = share.at("team/db/file");
+        fs::write(&file, on_delete).expect("written");
+        // Not below it.
+        let other = volume("pv-3", "team-2/db");
+        share.delete(&above);
+        assert_eq!(fs::read_to_string(&file).expect("kept"), on_delete);
+        assert_eq!(volume("pv-1", "team"), above);
+        share.delete(&below);
+        assert!(!file.exists() && share.at("team").exists());
+        let _ = fs::remove_dir_all(share.at("archived-team"));
+        share.delete(&above);
+        assert!(!share.at("team").exists());
+        share.delete(&other);
+        assert!(!share.at("team-2/db").exists());
+        for archived in ["archived-team", "archived-team-2"] {
+            let _ = fs::remove_dir_all(share.at(archived));
+        }
+    }
+    // One that another program has removed.
+    let above = share.volume("pv-1", "team");
+    share.volume("pv-2", "team/db");
+    fs::remove_dir(share.at("team/db")).expect("removed");
+    share.delete(&above);
+    assert!(!share.at("team").exists());
+}
+
+#[test]
+fn the_deletion_of_a_snapshot_leaves_the_directory_of_a_volume() {
+    let share = Share::new();
+    for sub_dir in ["snap", "snap/v"] {
+        let volume = share.volume("v", sub_dir);
+        // As csi-driver-nfs takes one.
+        fs::write(share.at("snap/source.tar"), "packed").expect("written");
+        let snapshot = "srv#share#snap#snap#source";
+        let delete = || share.store.delete_snapshot(snapshot, &Secrets::default());
+        let error = delete().expect_err("it has a volume");
+        assert_eq!(error.kind(), Kind::Precondition);
+        assert!(share.at(sub_dir).exists());
+        if sub_dir == "snap" {
+            fs::remove_file(share.at("snap/source.tar")).expect("removed");
+        }
+        share.delete(&volume);
+        delete().expect("deleted");
+        assert!(!share.at("snap").exists());
+    }
+}
