@@ -46,7 +46,7 @@ pub use handle::is_ours as is_handle;
 pub use class::OnDelete;
 
 use class::NewDirectory;
-use handle::DirectoryHandle;
+use handle::{DELETED, DirectoryHandle};
 use making::DirectoryDraft;
 use records::{DirectoryRecord, RecordedDirectories, VolumeRecords};
 use snapshots::DirectorySnapshotHandle;
@@ -342,7 +342,7 @@ impl<'s> SourceTree<'s> {
 
 /// The name in the share of a directory that is being deleted.
 fn aside_of(handle: &str) -> String {
-    format!(".deleted-{}", digest::sha256_hex(handle))
+    format!("{DELETED}{}", digest::sha256_hex(handle))
 }
 
 fn differs(made: &NewDirectory, how: &str) -> ProvisionError {

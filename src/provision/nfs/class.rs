@@ -5,7 +5,7 @@ use std::{
     str::FromStr,
 };
 
-use super::handle::DirectoryHandle;
+use super::handle::{DirectoryHandle, is_reserved};
 use crate::{
     nfs::{Directory, parse_mode},
     provision::ProvisionError,
@@ -107,6 +107,13 @@ impl NewDirectory {
         };
         let directory = Directory::new(get("server"), get("share"), &sub_dir);
         let directory = directory.map_err(|error| bad(error.key, &sub_dir, error.to_string()))?;
+        if is_reserved(directory.sub_dir()) {
+            return Err(ProvisionError::BadParameter {
+                name: if uuid.is_empty() { "name" } else { "subDir" },
+                value: sub_dir,
+                why: "begins with a name that the driver keeps for itself in a share".to_owned(),
+            });
+        }
         let on_delete = get("ondelete");
         let kept = match OnDelete::parse(on_delete) {
             Some(OnDelete::Delete) => "",
@@ -283,6 +290,8 @@ mod tests {
             ("subDir", "/"),
             ("subDir", "../x"),
             ("subDir", "a#b"),
+            ("subDir", ".uring-csi/volumes"),
+            ("subDir", "/.making-x"),
             ("subDir", "${pvc.metadata.name}"),
             ("onDelete", "keep"),
             ("mountPermissions", "rwx"),
@@ -295,6 +304,9 @@ mod tests {
                 "{message}"
             );
         }
+        let named = NewDirectory::parse(".deleted-x", &parameters(&CLASS));
+        let message = named.expect_err("refused").to_string();
+        assert!(message.contains("name ="), "{message}");
         let lonely = NewDirectory::parse("pvc-1", &parameters(&[("server", "srv")]));
         assert!(lonely.expect_err("refused").to_string().contains("share"));
     }

@@ -10,7 +10,15 @@
 
 use std::{fmt, str::FromStr};
 
+use super::below;
 use crate::nfs::Directory;
+
+/// The directory of a share that has all records.
+pub const RECORDS: &str = ".uring-csi";
+/// What the name of a directory begins with that is being filled.
+pub const MAKING: &str = ".making-";
+/// What the name of a directory begins with that is being removed.
+pub const DELETED: &str = ".deleted-";
 
 /// A volume's handle.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,7 +36,8 @@ pub struct BadHandle;
 
 impl DirectoryHandle {
     /// The handle of a new volume. `None` where it could not be read: for the share itself,
-    /// with a `#` in a part, or `..` in the name.
+    /// in a
+    /// directory of the driver, with a `#` in a part, or `..` in the name.
     pub fn new(directory: Directory, uuid: &str, on_delete: &str) -> Option<Self> {
         let parts = [directory.server(), directory.share(), directory.sub_dir()];
         let has_separator = parts
@@ -37,13 +46,21 @@ impl DirectoryHandle {
             .any(|it| it.contains('#'));
         // csi-driver-nfs reads no such handle.
         let climbs = uuid.split(['/', '\\']).any(|part| part == "..");
-        let is_whole = !has_separator && !climbs && !directory.sub_dir().is_empty();
+        let sub_dir = directory.sub_dir();
+        let is_volume = !sub_dir.is_empty() && !is_reserved(sub_dir);
+        let is_whole = !has_separator && !climbs && is_volume;
         is_whole.then(|| Self {
             directory,
             uuid: uuid.to_owned(),
             on_delete: on_delete.to_owned(),
         })
     }
+}
+
+/// Whether the path is in a directory that the driver keeps for itself, or is that.
+pub fn is_reserved(sub_dir: &str) -> bool {
+    let (first, _) = below::split_first(sub_dir);
+    first == RECORDS || first.starts_with(MAKING) || first.starts_with(DELETED)
 }
 
 /// Whether the text has the form of a handle since release 3.1.
@@ -105,6 +122,7 @@ mod tests {
                 "archive",
             ),
             ("srv#a/b#ns/name#pvc-1#Retain", "srv:/a/b/ns/name", "Retain"),
+            ("srv#a#.x/.making-y##", "srv:/a/.x/.making-y", ""),
         ] {
             let handle = read(text);
             assert_eq!(handle.directory.to_string(), mounted);
@@ -129,6 +147,11 @@ mod tests {
             "srv#../share#x##",
             "srv#a#b#c#d#e",
             "srv#a#b#..#",
+            "srv#share#.uring-csi##",
+            "srv#share#/./.uring-csi/volumes##",
+            "srv#share#.making-x",
+            "srv#share#.deleted-x/y#pvc-1#",
+            "srv/share/.uring-csi",
         ] {
             assert!(text.parse::<DirectoryHandle>().is_err(), "{text}");
         }

@@ -17,11 +17,11 @@ use rustix::{
 
 use super::{
     below::{self, path_of},
+    handle::MAKING,
     records, removal,
 };
 use crate::{Done, crash_point, pool::draft};
 
-const PREFIX: &str = ".making-";
 const NEW: &str = "new";
 const LOCK: &str = "lock";
 
@@ -116,7 +116,7 @@ pub fn is_being_made(share: &OwnedFd, record: &str) -> io::Result<bool> {
 
 /// The directory in which that of a record is made.
 fn name_of(record: &str) -> String {
-    format!("{PREFIX}{}", record.replace('/', "-"))
+    format!("{MAKING}{}", record.replace('/', "-"))
 }
 
 /// Makes the names durable by which a directory was placed: after a power cut its record
@@ -151,7 +151,7 @@ pub fn sweep(share: &OwnedFd) -> io::Result<Vec<(String, io::Error)>> {
 
 /// The record whose directory is made in that one; none if the driver has not made it.
 fn record_of(name: &str) -> Option<String> {
-    let (kind, digests) = name.strip_prefix(PREFIX)?.split_once('-')?;
+    let (kind, digests) = name.strip_prefix(MAKING)?.split_once('-')?;
     let parts = match kind {
         "snapshots" => 1,
         "volumes" => 2,

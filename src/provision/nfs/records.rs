@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::{
     below::{self, absent_is_none, path_of, split},
-    handle::DirectoryHandle,
+    handle::{DirectoryHandle, RECORDS},
 };
 use crate::{
     digest,
@@ -27,8 +27,6 @@ use crate::{
     provision::ContentSource,
 };
 
-/// The directory of all records.
-const ROOT: &str = ".uring-csi";
 /// Only the controller's.
 const MODE: u32 = 0o700;
 
@@ -49,7 +47,7 @@ pub fn of_volume(handle: &DirectoryHandle) -> String {
 
 /// Reads a record of the share.
 pub fn read<T: DeserializeOwned>(share: &OwnedFd, record: &str) -> io::Result<Option<T>> {
-    let path = format!("{ROOT}/{record}");
+    let path = format!("{RECORDS}/{record}");
     let opened = below::open(share, &path, OFlags::RDONLY, Mode::empty());
     let Some(opened) = absent_is_none(opened)? else {
         return Ok(None);
@@ -65,15 +63,15 @@ pub fn read<T: DeserializeOwned>(share: &OwnedFd, record: &str) -> io::Result<Op
 pub fn write<T: Serialize>(share: &OwnedFd, record: &str, content: &T) -> io::Result<()> {
     let bytes = serde_json::to_vec(content)?;
     let (dir, name) = split(record);
-    let tmp = below::make(share, &format!("{ROOT}/tmp"), MODE)?;
-    let at = below::make(share, &format!("{ROOT}/{dir}"), MODE)?;
+    let tmp = below::make(share, &format!("{RECORDS}/tmp"), MODE)?;
+    let at = below::make(share, &format!("{RECORDS}/{dir}"), MODE)?;
     draft::replace(&path_of(&tmp, ""), &path_of(&at, name), &bytes, Durable)
 }
 
 /// Removes a record of the share.
 pub fn remove(share: &OwnedFd, record: &str) -> io::Result<()> {
     let (dir, name) = split(record);
-    if let Some(at) = absent_is_none(below::walk(share, format!("{ROOT}/{dir}")))? {
+    if let Some(at) = absent_is_none(below::walk(share, format!("{RECORDS}/{dir}")))? {
         let _ = draft::remove(&path_of(&at, name), Durable)?;
     }
     Ok(())
@@ -81,7 +79,7 @@ pub fn remove(share: &OwnedFd, record: &str) -> io::Result<()> {
 
 /// The records of that directory, by their paths.
 pub fn list(share: &OwnedFd, dir: &str) -> io::Result<Vec<String>> {
-    let Some(at) = absent_is_none(below::walk(share, format!("{ROOT}/{dir}")))? else {
+    let Some(at) = absent_is_none(below::walk(share, format!("{RECORDS}/{dir}")))? else {
         return Ok(Vec::new());
     };
     let path = |entry: io::Result<fs::DirEntry>| {

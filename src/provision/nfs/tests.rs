@@ -220,3 +220,29 @@ fn the_deletion_of_a_snapshot_leaves_the_directory_of_a_volume() {
         assert!(!share.at("snap").exists());
     }
 }
+
+#[test]
+fn the_directories_of_the_driver_are_no_volumes() {
+    let share = Share::new();
+    let volume = share.volume("v", "team/v");
+    for name in [".uring-csi", ".making-x", ".deleted-x"] {
+        let made = share.make(name, &[], None);
+        assert_eq!(made.expect_err(name).kind(), Kind::Invalid);
+        fs::create_dir_all(share.at(name).join("volumes")).expect("made");
+        for sub_dir in [name.to_owned(), format!("{name}/volumes")] {
+            let made = share.make("v", &[("subDir", &sub_dir)], None);
+            assert_eq!(made.expect_err(name).kind(), Kind::Invalid);
+            let handle = format!("srv#share#{sub_dir}##");
+            share.delete(&handle);
+            assert!(share.at(sub_dir).exists());
+            let taken = share.snapshot("snap", &handle);
+            assert_eq!(taken.expect_err(name).kind(), Kind::NotFound);
+            let cloned = share.make("clone", &[], Some(ContentSource::Volume(handle)));
+            assert_eq!(cloned.expect_err(name).kind(), Kind::NotFound);
+        }
+    }
+    let records = fs::read_dir(share.at(".uring-csi/volumes"));
+    assert_eq!(records.expect("read").count(), 1);
+    share.delete(&volume);
+    assert!(!share.at("team").exists());
+}
