@@ -199,10 +199,11 @@ fn bad(key: &str, value: &str, why: String) -> ProvisionError {
 fn by_key(parameters: &HashMap<String, String>) -> Result<HashMap<String, &str>, ProvisionError> {
     let mut class = HashMap::new();
     for (key, value) in parameters {
-        if TEMPLATES.iter().any(|(metadata, _)| metadata == key) {
+        let lower = key.to_ascii_lowercase();
+        // For templates, logs and other drivers; never refused (CSI specification).
+        if lower.starts_with("csi.storage.k8s.io/") {
             continue;
         }
-        let lower = key.to_ascii_lowercase();
         if !KEYS.contains(&&lower[..]) || class.insert(lower, value.as_str()).is_some() {
             return Err(ProvisionError::UnknownParameter {
                 name: key.clone(),
@@ -255,6 +256,10 @@ mod tests {
             ("csi.storage.k8s.io/pvc/name", "data"),
             ("csi.storage.k8s.io/pvc/namespace", "team"),
             ("csi.storage.k8s.io/pv/name", "pvc-1"),
+            (
+                "csi.storage.k8s.io/pvc/annotations",
+                "none that the driver knows",
+            ),
         ];
         let with_claim = |more: &[(&'static str, &'static str)]| {
             let all: Vec<_> = claim.iter().chain(more).copied().collect();
