@@ -147,6 +147,9 @@ pub enum ProvisionError {
          of snapshot {handle:?}"
     )]
     NotSnapshot { handle: String, name: String },
+    /// The directory of an earlier volume was archived under the name.
+    #[error("cannot archive {directory}: the share has {archived:?} already; move that away")]
+    Archived { directory: String, archived: String },
     /// Its directory is not the snapshot's alone.
     #[error("a volume has its directory in that of snapshot {0:?}; delete the volume first")]
     VolumeInSnapshot(String),
@@ -338,6 +341,7 @@ impl ProvisionError {
             | Self::ShareNotGiven { .. }
             | Self::PackedSnapshot(_)
             | Self::NotSnapshot { .. }
+            | Self::Archived { .. }
             | Self::VolumeInSnapshot(_)
             | Self::NoBackend
             | Self::NoOrphans(_)

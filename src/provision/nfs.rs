@@ -468,7 +468,14 @@ impl Provisioner for NfsStore {
             Ok(())
         };
         let done = release().and_then(|()| export.remove(&aside));
-        let done = done.map_err(failed("delete", directory))?;
+        let is_there = |error: &io::Error| error.kind() == io::ErrorKind::AlreadyExists;
+        let done = done.map_err(|error| match on_delete {
+            OnDelete::Archive if is_there(&error) => ProvisionError::Archived {
+                directory: directory.to_string(),
+                archived: export::archived(sub_dir),
+            },
+            _ => failed("delete", directory)(error),
+        })?;
         tracing::debug!(handle, ?done, "deleted");
         Ok(())
     }

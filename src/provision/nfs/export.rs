@@ -131,11 +131,11 @@ impl NfsExport {
         removal::remove(&self.open()?, aside)
     }
 
-    /// Renames the directory to `archived-…`, which must not be there.
+    /// Renames the directory to `archived-…`. `AlreadyExists` if that is there.
     pub fn archive(&self, sub_dir: &str) -> io::Result<Done> {
         let root = self.open()?;
         let (parent, name) = split(sub_dir);
-        let archived = format!("archived-{sub_dir}");
+        let archived = archived(sub_dir);
         let (new_parent, new_name) = split(&archived);
         let Some(above) = absent_is_none(walk(&root, parent))? else {
             return Ok(Done::Already);
@@ -145,12 +145,16 @@ impl NfsExport {
         }
         let new_above = below::make(&root, new_parent, 0o777)?;
         if walk(&new_above, new_name).is_ok() {
-            let why = format!("{archived} is there already; move it away");
-            return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
+            return Err(io::ErrorKind::AlreadyExists.into());
         }
         below::rename(&above, name, &new_above, new_name)?;
         Ok(Done::Now)
     }
+}
+
+/// Where a directory is archived.
+pub fn archived(sub_dir: &str) -> String {
+    format!("archived-{sub_dir}")
 }
 
 #[cfg(test)]

@@ -246,3 +246,24 @@ fn the_directories_of_the_driver_are_no_volumes() {
     share.delete(&volume);
     assert!(!share.at("team").exists());
 }
+
+#[test]
+fn an_archive_that_is_there_already_is_reported_to_the_operator() {
+    let share = Share::new();
+    for (name, sub_dir) in [("v", ""), ("pv-1", "team/v")] {
+        let class = [("onDelete", "archive"), ("subDir", sub_dir)];
+        let make = || share.make(name, &class, None).expect("made");
+        share.delete(&make());
+        let handle = make();
+        let path = if sub_dir.is_empty() { name } else { sub_dir };
+        let archived = format!("archived-{path}");
+        let delete = || share.store.delete_volume(&handle, &Secrets::default());
+        let error = delete().expect_err("the archive is there");
+        assert_eq!(error.kind(), Kind::Precondition);
+        assert!(error.to_string().contains(&archived), "{error}");
+        assert!(share.at(path).exists());
+        fs::remove_dir(share.at(&archived)).expect("removed");
+        delete().expect("deleted");
+        assert!(!share.at(path).exists() && share.at(archived).exists());
+    }
+}
