@@ -239,21 +239,23 @@ fn map_options_reach_the_driver() {
 #[test]
 fn reads_go_to_the_nearest_replica_where_configured() {
     ceph_story(async |sandbox, ceph| {
+        let labels = sandbox.dir().join("labels");
+        fs::write(&labels, "kubernetes.io/hostname=\"test.a\"\nzone=\"a\"\n").unwrap();
         let setup = ceph
             .setup(sandbox)
-            .arg("--crush-location")
-            .arg("host:test|zone:a");
+            .arg(&format!("--node-labels={}", labels.display()))
+            .arg("--crush-location-labels=kubernetes.io/hostname,zone");
         let node = Node::start_with(sandbox, setup).await;
         let [plain, near] = [(); 2].map(|()| ceph.volume("ext4"));
         lifecycle(&node, &plain).await;
         let mut entry = ceph.entry();
-        entry["readAffinity"] = json!({"enabled": true, "crushLocationLabels": ["zone"]});
+        entry["readAffinity"] = json!({"enabled": true, "crushLocationLabels": []});
         ceph.configure(&[entry]);
         node.up(&near, "pod").await;
         let config = config_of(&near);
         assert!(config.contains("read_from_replica=localize"), "{config}");
         assert!(
-            config.contains("crush_location=host:test|zone:a"),
+            config.contains("crush_location=host:test-a|zone:a"),
             "{config}"
         );
         node.down(&near, "pod").await;
