@@ -55,10 +55,10 @@ impl<'a> NewFile<'a> {
             size: None,
             secrets: secrets(context)?,
         };
-        let content = self.directory.read();
-        let content = content.map_err(failed("read", self.directory.path()))?;
+        let present = self.directory.read();
+        let present = present.map_err(failed("read", self.directory.path()))?;
         let is_other = |file: &Result<Desired, _>| file.as_ref().ok() != Some(&desired);
-        if content.parse().get(self.name).is_some_and(is_other) {
+        if present.parse().get(self.name).is_some_and(is_other) {
             let name = self.name;
             let why = format!("{name}.toml asks for something else; change it, or remove it");
             return Err(refused(why));
