@@ -43,7 +43,7 @@ pub fn publish(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
         let source = place(&staging).open().expect("a mount");
         let target = place(&target);
         let _ = target.make_dir(0o750).expect("a directory");
-        bind::bind(source.as_fd(), &target, &options, false).expect("bound");
+        bind::bind(source.as_fd(), true, &target, &options, false).expect("bound");
         drop(source);
         let _ = unmount::unmount(&target).expect("unmounted");
         let _ = target.remove().expect("removed");

@@ -188,7 +188,16 @@ pub fn mount(new: &NewMount<'_>, at: &SafePath) -> Result<Mounted, MountError> {
     // The superblock of a device that is mounted already has all options if none is asked for.
     let shared = new.options.fs_options().len() > 0 && is_in_exclusive_use(new.source);
     let is_busy = |made: &Result<_, MountError>| matches!(made, Err(MountError::Busy { .. }));
-    let mounted = move_to(&retry_while_busy(|| create(new), is_busy)?, at)?;
+    let mount = retry_while_busy(|| create(new), is_busy)?;
+    let looked = PathKind::of(mount.as_fd()).map_err(failed("look at the new mount for", at))?;
+    let PathKind::Mount(mounted) = looked else {
+        unreachable!(
+            "a detached mount is the root of one, not {}",
+            looked.describe()
+        );
+    };
+    move_to(&mount, mounted.directory, at)?;
+    drop(mount);
     if shared && let Some(missing) = not_in_force(new.options, at)? {
         let path = at.path().to_owned();
         let _ = unmount(at).map_err(|source| MountError::UndoFailed { path, source })?;
@@ -198,46 +207,52 @@ pub fn mount(new: &NewMount<'_>, at: &SafePath) -> Result<Mounted, MountError> {
     Ok(mounted)
 }
 
-/// Moves a detached mount to `at`, on top of any mount there.
-pub(super) fn move_to(mount: &OwnedFd, at: &SafePath) -> Result<Mounted, MountError> {
-    let failed = |doing| {
-        move |source: io::Error| MountError::Io {
-            doing,
-            path: at.path().to_owned(),
-            kernel_says: String::new(),
-            source,
-        }
-    };
-    let mounted = match PathKind::of(mount.as_fd()).map_err(failed("look at the new mount for"))? {
-        PathKind::Mount(mounted) => mounted,
-        found => unreachable!(
-            "a detached mount is the root of one, not {}",
-            found.describe()
-        ),
-    };
-    let target = at.open().map_err(failed("open"))?;
-    let found = PathKind::of(target.as_fd()).map_err(failed("look at"))?;
-    let fits = match found {
-        PathKind::Dir => mounted.directory,
-        PathKind::File => !mounted.directory,
-        PathKind::Mount(below) => below.directory == mounted.directory,
-        PathKind::Absent | PathKind::Block(_) | PathKind::Other(_) => false,
-    };
-    if !fits {
-        return Err(MountError::WrongTarget {
-            path: at.path().to_owned(),
-            found: found.describe(),
-            what: if mounted.directory {
-                "a directory"
-            } else {
-                "a file"
-            },
-        });
+/// Moves a detached mount, of a directory or of a file, to `at`, on top of any mount there.
+pub(super) fn move_to(mount: &OwnedFd, directory: bool, at: &SafePath) -> Result<(), MountError> {
+    if !directory {
+        // The kernel would mount it on a symlink, too.
+        refuse_other_kind(directory, at)?;
     }
-    let empty = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    // Without MOVE_MOUNT_T_SYMLINKS it follows no symlink at the name.
+    let from = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     #[expect(clippy::disallowed_methods, reason = "the one place")]
-    move_mount(mount, "", &target, "", empty).map_err(|error| failed("mount on")(error.into()))?;
-    Ok(mounted)
+    let moved = move_mount(mount, "", at.parent(), at.name(), from);
+    moved.or_else(|error| {
+        refuse_other_kind(directory, at)?;
+        Err(failed("mount on", at)(error.into()))
+    })
+}
+
+/// Refuses a target that is neither a directory nor a file as the mount is.
+fn refuse_other_kind(directory: bool, at: &SafePath) -> Result<(), MountError> {
+    let found = at.kind().map_err(failed("look at", at))?;
+    let fits = match found {
+        PathKind::Dir => directory,
+        PathKind::File => !directory,
+        PathKind::Mount(below) => below.directory == directory,
+        // The kernel says so.
+        PathKind::Absent => true,
+        PathKind::Block(_) | PathKind::Other(_) => false,
+    };
+    if fits {
+        return Ok(());
+    }
+    Err(MountError::WrongTarget {
+        path: at.path().to_owned(),
+        found: found.describe(),
+        what: if directory { "a directory" } else { "a file" },
+    })
+}
+
+/// A failure at a mount point.
+pub(super) fn failed(doing: &'static str, at: &SafePath) -> impl FnOnce(io::Error) -> MountError {
+    let path = at.path().to_owned();
+    move |source| MountError::Io {
+        doing,
+        path,
+        kernel_says: String::new(),
+        source,
+    }
 }
 
 /// Makes a detached mount.
@@ -347,13 +362,8 @@ fn is_in_exclusive_use(device: &Path) -> bool {
 
 /// The first requested superblock option that is not in force.
 fn not_in_force(requested: &MountOptions, at: &SafePath) -> Result<Option<String>, MountError> {
-    let failed = |source| MountError::Io {
-        doing: "read the mount options of",
-        path: at.path().to_owned(),
-        kernel_says: String::new(),
-        source,
-    };
-    let shown = table::super_options(at.open().map_err(failed)?.as_fd()).map_err(failed)?;
+    let shown = at.open().and_then(|it| table::super_options(it.as_fd()));
+    let shown = shown.map_err(failed("read the mount options of", at))?;
     // If the kernel's text cannot be parsed, no requested option counts as in force.
     let shown = MountOptions::parse(&[shown]).unwrap_or_default();
     let mut missing = requested.fs_options().filter(|option| !shown.has(option));

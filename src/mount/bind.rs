@@ -11,8 +11,7 @@ use std::{
 use rustix::mount::{MountAttrFlags, OpenTreeFlags, open_tree};
 
 use super::{
-    Mounted,
-    attach::{MountError, move_to},
+    attach::{MountError, failed, move_to},
     options::MountOptions,
     path::SafePath,
 };
@@ -28,7 +27,7 @@ pub fn detached(source: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(open_tree(source, "", flags)?)
 }
 
-/// Bind-mounts `source`, a directory or a block device node, at `at`, without the
+/// Bind-mounts `source`, a `directory` or a block device node, at `at`, without the
 /// mounts below it. Applies only the attributes that the options name; the others are the
 /// source's. Never blocks on a device.
 ///
@@ -36,24 +35,19 @@ pub fn detached(source: BorrowedFd<'_>) -> io::Result<OwnedFd> {
 /// writing: only a read-only device does (BLKROSET).
 pub fn bind(
     source: BorrowedFd<'_>,
+    directory: bool,
     at: &SafePath,
     options: &MountOptions,
     read_only: bool,
-) -> Result<Mounted, MountError> {
-    let failed = |doing, source: io::Error| MountError::Io {
-        doing,
-        path: at.path().to_owned(),
-        kernel_says: String::new(),
-        source,
-    };
-    let clone = detached(source).map_err(|error| failed("clone the source's mount for", error))?;
+) -> Result<(), MountError> {
+    let clone = detached(source).map_err(failed("clone the source's mount for", at))?;
     let mut change = options.attributes();
     if read_only {
         change.set |= MountAttrFlags::MOUNT_ATTR_RDONLY;
     }
     mount_setattr(clone.as_fd(), change.set, change.clear)
-        .map_err(|error| failed("set the attributes for", error))?;
-    move_to(&clone, at)
+        .map_err(failed("set the attributes for", at))?;
+    move_to(&clone, directory, at)
 }
 
 #[cfg(test)]
@@ -66,10 +60,17 @@ mod tests {
     };
 
     use super::*;
-    use crate::mount::{PathKind, testing::MountScratch, unmount::unmount};
+    use crate::mount::{Mounted, PathKind, testing::MountScratch, unmount::unmount};
 
     fn options(words: &str) -> MountOptions {
         MountOptions::parse(&[words]).expect("options")
+    }
+
+    fn mounted_at(at: &SafePath) -> Mounted {
+        match at.kind().expect("looks") {
+            PathKind::Mount(mounted) => mounted,
+            found => panic!("{}", found.describe()),
+        }
     }
 
     fn tmpfs(at: &SafePath) {
@@ -92,21 +93,16 @@ mod tests {
             ("", true, true),
             ("rw", true, true),
         ] {
-            let mounted = bind(source.as_fd(), &target, &options(words), read_only).expect("bound");
+            bind(source.as_fd(), true, &target, &options(words), read_only).expect("bound");
+            let mounted = mounted_at(&target);
             assert_eq!(target.is_read_only(&mounted).expect("looks"), is_read_only);
-            assert_eq!(target.kind().expect("looks"), PathKind::Mount(mounted));
             assert_eq!(writable(&target), !is_read_only);
             let _ = unmount(&target).expect("no descriptor is left");
         }
         assert!(writable(&stage));
 
-        let _ = bind(
-            source.as_fd(),
-            &target,
-            &options("noexec,noatime,discard"),
-            false,
-        )
-        .expect("bound");
+        let words = options("noexec,noatime,discard");
+        bind(source.as_fd(), true, &target, &words, false).expect("bound");
         let mountinfo = fs::read_to_string("/proc/thread-self/mountinfo").expect("read");
         let target = target.path().display().to_string();
         let line = mountinfo
@@ -126,14 +122,18 @@ mod tests {
         let PathKind::Block(dev) = PathKind::of(source.as_fd()).expect("looks") else {
             panic!("no block device");
         };
-        let mounted = bind(source.as_fd(), &target, &options(""), true).expect("bound");
+        let bound =
+            |at: &SafePath, read_only| bind(source.as_fd(), false, at, &options(""), read_only);
+        bound(&target, true).expect("bound");
+        let mounted = mounted_at(&target);
         assert_eq!(mounted.rdev, Some(dev));
         assert!(!mounted.directory);
-        assert_eq!(target.kind().expect("looks"), PathKind::Mount(mounted));
 
-        let directory = scratch.directory("directory");
-        let error = bind(source.as_fd(), &directory, &options(""), false).expect_err("no file");
-        assert!(matches!(error, MountError::WrongTarget { .. }), "{error}");
+        std::os::unix::fs::symlink(target.path(), scratch.path().join("link")).expect("linked");
+        for other in [scratch.directory("directory"), scratch.place("link")] {
+            let error = bound(&other, false).expect_err("no file");
+            assert!(matches!(error, MountError::WrongTarget { .. }), "{error}");
+        }
     }
 
     #[test]
@@ -143,8 +143,8 @@ mod tests {
         tmpfs(&stage);
         std::os::unix::fs::symlink(elsewhere.path(), scratch.path().join("link")).expect("linked");
         let source = stage.open().expect("opens");
-        let error =
-            bind(source.as_fd(), &scratch.place("link"), &options(""), false).expect_err("refused");
+        let link = scratch.place("link");
+        let error = bind(source.as_fd(), true, &link, &options(""), false).expect_err("refused");
         assert!(error.to_string().contains("a symlink"), "{error}");
         assert_eq!(elsewhere.kind().expect("looks"), PathKind::Dir);
     }

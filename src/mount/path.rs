@@ -130,6 +130,21 @@ impl Roots {
         openat2(CWD, root.join(below), flags, Mode::empty(), cached).ok()
     }
 
+    /// An `O_PATH` descriptor of the file at `path`, which the kernel reaches as in
+    /// [`Roots::resolve`]; `None` where it does not exist.
+    pub fn open(&self, path: &Path) -> Result<Option<OwnedFd>, PathError> {
+        let requested = normalized(&path.to_string_lossy())?;
+        let (root, below) = self.innermost_root(&requested)?;
+        let path = root.join(below);
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        match openat2(CWD, &path, flags, Mode::empty(), NO_LINKS) {
+            Ok(opened) => Ok(Some(opened)),
+            Err(Errno::NOENT | Errno::NOTDIR) => Ok(None),
+            Err(Errno::LOOP | Errno::XDEV) => Err(PathError::Symlink { path }),
+            Err(error) => Err(PathError::new(path, "open", error.into())),
+        }
+    }
+
     /// Whether the path is below one of the roots.
     pub fn has(&self, path: &Path) -> bool {
         self.innermost_root(path).is_ok()

@@ -37,6 +37,11 @@ impl Places {
         self.place(path).map_err(at_target)
     }
 
+    /// What is where a volume is staged; `None` where nothing is.
+    pub fn open_staging(&self, path: &Path) -> Result<Option<OwnedFd>, Cause> {
+        self.0.open(path).map_err(at_staging)
+    }
+
     /// What is at the path, if the kernel gets there without waiting for a disk.
     pub fn open_cached(&self, path: &Path) -> Option<OwnedFd> {
         self.0.open_cached(path)

@@ -5,7 +5,10 @@
 //! never touches the device, but the directories that it walks are on a disk, too. No
 //! record is written: the mount at the target is the record.
 
-use std::{io, path::PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 use rustix::{
     fd::{AsFd as _, OwnedFd},
@@ -17,7 +20,6 @@ use super::{
     context::{Context, OnLane},
     error::Cause,
     health::RESTAGE,
-    mounted,
     nested::PathOf,
     places::at_target,
     record::{Phase, Record, Target},
@@ -28,7 +30,14 @@ use crate::{
     capability::AccessMode,
     device::{self, Device},
     kernel::{Dev, sysfs},
-    mount::{Mounted, PathKind, bind, options::MountOptions, path::SafePath, table},
+    mount::{
+        Mounted, PathKind,
+        attach::MountError,
+        bind,
+        options::MountOptions,
+        path::{PathError, SafePath},
+        table,
+    },
 };
 
 /// `NodePublishVolume` of a staged volume.
@@ -211,43 +220,42 @@ impl Publishing<'_> {
     }
 
     fn bind_mount(self, place: &SafePath) -> Result<(), Cause> {
-        let staging = self.cx.node.places.staging(&self.record.mount_point())?;
-        let staged = self.staged(&staging)?;
+        let mount = self.staged()?;
         if let Some(group) = self.spec.group.filter(|_| !self.read_only) {
-            let own = || mounted::own(&staging, group);
-            self.cx.step("chgrp", own)?;
+            let own = || group.apply(mount.as_fd());
+            already("chgrp", self.cx.step("chgrp", own)?);
         }
-        let mount = staged.ok_or_else(|| {
-            Cause::precondition(format!(
-                "its mount at {} is gone; stage it again",
-                staging.path().display()
-            ))
-        })?;
         let made = place.make_dir(0o750).map_err(at_target)?;
         if made == Done::Already {
             place.refuse_content().map_err(at_target)?;
         }
         self.cx.step("bind", || {
-            bind_at(&mount, place, self.options, self.read_only, made)
+            let bound = bind::bind(mount.as_fd(), true, place, self.options, self.read_only);
+            undo_made(bound, place, made)
         })
     }
 
-    /// The staging mount; `None` when the volume is not what is mounted there. Rejects a
-    /// file system that was shut down.
-    fn staged(self, staging: &SafePath) -> Result<Option<OwnedFd>, Cause> {
-        let failed = || Cause::io(format!("open {}", staging.path().display()));
-        let opened = match staging.open() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) if error.kind() == io::ErrorKind::StaleNetworkFileHandle => {
-                return Err(shut_down(staging));
-            }
-            opened => opened.map_err(failed())?,
+    /// The staging mount. Rejects another one, and a file system that was shut down.
+    fn staged(self) -> Result<OwnedFd, Cause> {
+        let at = self.record.mount_point();
+        let gone = || {
+            let at = at.display();
+            Cause::precondition(format!("its mount at {at} is gone; stage it again"))
         };
-        let look = PathKind::of(opened.as_fd()).map_err(failed())?;
-        match look {
-            PathKind::Mount(mounted) if mounted.shut_down => Err(shut_down(staging)),
-            PathKind::Mount(mounted) if self.record.appears_at(&mounted) => Ok(Some(opened)),
-            _ => Ok(None),
+        let opened = match self.cx.node.places.open_staging(&at) {
+            Err(Cause::Path {
+                source: PathError::Io { source, .. },
+                ..
+            }) if source.kind() == io::ErrorKind::StaleNetworkFileHandle => {
+                return Err(shut_down(&at));
+            }
+            opened => opened?.ok_or_else(gone)?,
+        };
+        let look = PathKind::of(opened.as_fd());
+        match look.map_err(Cause::io(format!("look at {}", at.display())))? {
+            PathKind::Mount(mounted) if mounted.shut_down => Err(shut_down(&at)),
+            PathKind::Mount(mounted) if self.record.appears_at(&mounted) => Ok(opened),
+            _ => Err(gone()),
         }
     }
 
@@ -333,39 +341,24 @@ fn publish_options(record: &Record, spec: &Publish) -> Result<MountOptions, Caus
 /// Rejects a file system that was shut down.
 pub(super) fn refuse_shut_down(staging: &SafePath) -> Result<(), Cause> {
     match staging.kind() {
-        Ok(PathKind::Mount(mounted)) if mounted.shut_down => Err(shut_down(staging)),
+        Ok(PathKind::Mount(mounted)) if mounted.shut_down => Err(shut_down(staging.path())),
         _ => Ok(()),
     }
 }
 
-fn shut_down(staging: &SafePath) -> Cause {
+fn shut_down(staging: &Path) -> Cause {
     Cause::precondition(format!(
         "its file system at {} has shut down: {RESTAGE}",
-        staging.path().display()
+        staging.display()
     ))
 }
 
-/// Binds; a failure removes what was made for the target.
-fn bind_at(
-    source: &OwnedFd,
-    place: &SafePath,
-    options: &MountOptions,
-    read_only: bool,
-    made: Done,
-) -> Result<(), Cause> {
-    let bound = bind::bind(source.as_fd(), place, options, read_only);
-    match bound {
-        Ok(mounted) => {
-            tracing::debug!(?mounted, "published");
-            Ok(())
-        }
-        Err(error) => {
-            if made == Done::Now {
-                let _ = place.remove().map_err(at_target)?;
-            }
-            Err(Cause::Bind(error))
-        }
+/// Removes what was made for the target of a bind that failed.
+fn undo_made(bound: Result<(), MountError>, place: &SafePath, made: Done) -> Result<(), Cause> {
+    if bound.is_err() && made == Done::Now {
+        let _ = place.remove().map_err(at_target)?;
     }
+    bound.map_err(Cause::Bind)
 }
 
 /// Binds the device's node to a file.
@@ -393,6 +386,7 @@ pub(super) fn bind_node(
     }
     let options = MountOptions::default();
     cx.step("bind", || {
-        bind_at(&source, place, &options, read_only, made)
+        let bound = bind::bind(source.as_fd(), false, place, &options, read_only);
+        undo_made(bound, place, made)
     })
 }

@@ -79,6 +79,10 @@ impl Unpublishing<'_> {
         while let PathKind::Mount(mounted) = kind {
             self.is_the_volume(&place, &mounted)?;
             self.unmount(&place)?;
+            // Mostly no other mount was below it.
+            if mounted.directory && place.remove_kind(PathKind::Dir).is_ok() {
+                return Ok(());
+            }
             kind = place.kind().map_err(looking_at(&place))?;
         }
         let removed = place.remove_kind(kind).map_err(at_target)?;
