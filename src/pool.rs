@@ -27,15 +27,15 @@ use std::{
     fs::File,
     io,
     os::{
-        fd::{AsFd, OwnedFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     },
     path::{Path, PathBuf},
 };
 
 use rustix::fs::{
-    AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxAttributes, StatxFlags, fcntl_setfl, fstat,
-    openat2, statx,
+    AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat, StatxAttributes, StatxFlags, fcntl_setfl,
+    fstat, openat2, statx,
 };
 
 use crate::{Done, Kind, size::exact};
@@ -218,6 +218,17 @@ impl Pool {
     /// The name is resolved by openat2(2) beneath the directory and through no
     /// symbolic link, so that a volume context cannot reach any other file.
     pub fn open_image(&self, image: &str, writable: bool) -> Result<File, PoolError> {
+        let dir = self.open_dir()?;
+        Ok(self.open_image_in(dir.as_fd(), image, writable)?.0)
+    }
+
+    /// [`Pool::open_image`] in the pool's directory, which is open, and the image's metadata.
+    pub fn open_image_in(
+        &self,
+        dir: BorrowedFd<'_>,
+        image: &str,
+        writable: bool,
+    ) -> Result<(File, Stat), PoolError> {
         self.check_name(image)?;
         let access = if writable {
             OFlags::RDWR
@@ -225,7 +236,7 @@ impl Pool {
             OFlags::RDONLY
         };
         let opened = openat2(
-            self.open_dir()?,
+            dir,
             image,
             // NONBLOCK: the open of a FIFO of that name would wait for its other end.
             access | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY,
@@ -249,10 +260,10 @@ impl Pool {
         let checked = fstat(&file).and_then(|stat| {
             // The only flag that was set and that this can change.
             fcntl_setfl(&file, OFlags::empty())?;
-            Ok(FileType::from_raw_mode(stat.st_mode))
+            Ok(stat)
         });
         match checked {
-            Ok(FileType::RegularFile) => Ok(file.into()),
+            Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_file() => Ok((file.into(), stat)),
             Ok(_) => Err(no_regular_file()),
             Err(errno) => Err(self.io("look at", &self.image_path(image), errno)),
         }

@@ -3,7 +3,7 @@
 //! Blocking code for lanes. Every verb may be repeated: it continues from the state that an
 //! earlier call left.
 
-use std::{collections::HashMap, fmt, path::PathBuf, sync::Arc};
+use std::{collections::HashMap, fmt, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 
@@ -173,6 +173,9 @@ pub struct Attachment {
     /// Whether its size and its node were seen during the attach; else an event may have
     /// to be waited for ([`super::ready`]).
     pub is_ready: bool,
+    /// Of a device that was attached just now, to be mounted: open for direct I/O, and
+    /// exclusively.
+    pub exclusive: Option<OwnedFd>,
     /// The marker of a format under way.
     pub format_marker: Arc<dyn FormatMarker>,
 }

@@ -314,6 +314,7 @@ impl BackendVolume for BoundCephImage<'_> {
                 let attachment = Attachment {
                     device: lower.shown(over),
                     is_ready: false,
+                    exclusive: None,
                     format_marker: marker,
                 };
                 Ok((attachment, done))

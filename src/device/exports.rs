@@ -246,6 +246,7 @@ impl BackendVolume for BoundExport<'_> {
         let attachment = Attachment {
             device,
             is_ready: false,
+            exclusive: None,
             format_marker: Arc::new(marker),
         };
         Ok((attachment, done))

@@ -11,7 +11,10 @@
 
 use std::{fs::File, io};
 
-use rustix::{fs::OFlags, io::Errno};
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+};
 
 use super::{
     Backing, Device, DeviceError, Source, error,
@@ -31,7 +34,16 @@ pub struct HeldOpen {
 impl HeldOpen {
     /// Opens the device, and makes sure that the source is behind it.
     pub fn new(source: &Source, device: &Device) -> Result<Self, DeviceError> {
-        let opened = block::open(&device.node, device.dev, OFlags::RDONLY);
+        let opened = match device.diskseq {
+            // It is compared: two disks never have the same.
+            Some(_) => rustix::fs::open(
+                &device.node,
+                OFlags::RDONLY | OFlags::CLOEXEC,
+                Mode::empty(),
+            )
+            .map_err(io::Error::from),
+            None => block::open(&device.node, device.dev, OFlags::RDONLY),
+        };
         let file = opened.map_err(error::io("open the device"))?;
         let diskseq = block::diskseq(&file).map_err(error::io(LOOK))?;
         let held = Self {
@@ -59,7 +71,12 @@ impl HeldOpen {
     }
 
     fn is_it(&self) -> io::Result<bool> {
-        Ok(block::diskseq(&self.file)? == self.diskseq && self.is_over_source()?)
+        let is_same = match &self.device.backing {
+            // A loop device that is open is attached to no other file.
+            Backing::Image(_) => true,
+            _ => block::diskseq(&self.file)? == self.diskseq,
+        };
+        Ok(is_same && self.is_over_source()?)
     }
 
     fn is_over_source(&self) -> io::Result<bool> {

@@ -1,13 +1,18 @@
 //! The backend `loop`: image files of pools, claimed, then put behind loop
 //! devices.
 
-use std::{fmt, os::unix::fs::MetadataExt as _, path::Path, sync::Arc};
+use std::{
+    fmt,
+    os::{fd::AsFd as _, unix::fs::MetadataExt as _},
+    path::Path,
+    sync::Arc,
+};
 
 use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AttachOptions, Backing, Condition, Device, Source,
+    AttachOptions, Backing, Condition, Device, Purpose, Source,
     backend::{Attachment, BackendVolume, FormatMarker},
     context::{SourceError, VolumeContext},
     error::{DeviceError, io},
@@ -277,31 +282,37 @@ impl BackendVolume for BoundImage<'_> {
 
     fn attach(&self, options: &AttachOptions) -> Result<(Attachment, Done), DeviceError> {
         let (pool, image) = (self.pool()?, &self.source.image);
-        let file = pool
-            .open_image(image, !options.read_only)
-            .or_else(|error| {
-                // An image that is missing while the pool is away is not gone.
-                pool.check_scope()?;
-                Err(error)
-            })?;
-        let claimed = claim::claim(pool, image, &self.claim(options))?;
+        let dir = pool.open_dir()?;
+        let opened = pool.open_image_in(dir.as_fd(), image, !options.read_only);
+        let (file, stat) = opened.or_else(|error| {
+            // An image that is missing while the pool is away is not gone.
+            pool.check_scope()?;
+            Err(error)
+        })?;
+        let claimed = claim::claim_in(pool, dir.as_fd(), image, &self.claim(options))?;
+        drop(dir);
         let format_marker = Arc::new(PoolFormatMarker(pool.clone(), image.clone()));
         if options.gives_out_raw() {
             format_marker.clear()?;
         }
-        let attached = loop_attach::attach_loop(self.source, pool, &file, options);
+        let attached = loop_attach::attach_loop(self.source, pool, (&file, &stat), options);
         if attached.is_err() && claimed == Done::Now {
             // The caller gets the error of the attach.
             if let Err(error) = claim::release(pool, image, &self.images.node_id) {
                 tracing::warn!(%error, image, "the claim on an image that was not attached stays");
             }
         }
-        let (device, done) = attached?;
+        let (device, exclusive) = attached?;
+        let done = match exclusive {
+            Some(_) => Done::Now,
+            None => Done::Already,
+        };
         Ok((
             Attachment {
                 device,
                 // LOOP_CONFIGURE sets the size, by a descriptor of the node.
                 is_ready: done == Done::Now,
+                exclusive: exclusive.filter(|_| options.purpose == Purpose::Mount),
                 format_marker,
             },
             done,

@@ -1,10 +1,10 @@
 //! Attaching an image as a loop device, finding it attached, and the read-only mark that
 //! stays on the device's number.
 
-use std::{fs::File, path::Path};
+use std::{fs::File, os::fd::OwnedFd, path::Path};
 
 use rustix::{
-    fs::{OFlags, SeekFrom},
+    fs::{OFlags, SeekFrom, Stat},
     io::Errno,
 };
 
@@ -16,21 +16,20 @@ use super::{
     openers,
 };
 use crate::{
-    Done,
     kernel::{block, lease, sysfs},
     pool::Pool,
 };
 
-/// Attaches the image as a loop device, or finds it attached as it should be.
+/// Attaches the image as a loop device, or finds it attached as it should be. Returns the
+/// descriptor of a device that it attached.
 pub fn attach_loop(
     source: &ImageSource,
     pool: &Pool,
-    file: &File,
+    (file, stat): (&File, &Stat),
     options: &AttachOptions,
-) -> Result<(Device, Done), DeviceError> {
+) -> Result<(Device, Option<OwnedFd>), DeviceError> {
     let path = pool.image_path(&source.image);
-    let metadata = file.metadata().map_err(io("look at the image"))?;
-    let id = FileId::from(&metadata);
+    let id = FileId::from(stat);
     let device = |device: LoopDevice| Device {
         dev: device.dev,
         node: device.node,
@@ -62,7 +61,7 @@ pub fn attach_loop(
                 if !found.busy {
                     clear_read_only_mark(&attached)?;
                 }
-                return Ok((attached, Done::Already));
+                return Ok((attached, None));
             }
             Some(difference) => {
                 return Err(DeviceError::AttachedOtherwise {
@@ -73,7 +72,7 @@ pub fn attach_loop(
             }
         }
     }
-    let bytes = metadata.len();
+    let bytes = u64::try_from(stat.st_size).unwrap_or_default();
     if bytes < SMALLEST {
         return Err(DeviceError::TooSmall { image: path, bytes });
     }
@@ -83,7 +82,8 @@ pub fn attach_loop(
         sector_size: source.sector_size,
         name: &path,
     };
-    Ok((device(loopdev::attach(file, &loop_options)?), Done::Now))
+    let (attached, exclusive) = loopdev::attach(file, &loop_options)?;
+    Ok((device(attached), Some(exclusive)))
 }
 
 /// One sector, the smallest block device.

@@ -12,17 +12,17 @@
 //! All of this may block for as long as the device does: call it on a lane.
 
 use std::{
-    fs::{File, Metadata},
+    fs::File,
     io,
     os::{
         fd::{AsFd, OwnedFd},
-        unix::{ffi::OsStrExt, fs::MetadataExt},
+        unix::ffi::OsStrExt,
     },
     path::{Path, PathBuf},
 };
 
 use rustix::{
-    fs::{Mode, OFlags},
+    fs::{Mode, OFlags, Stat},
     io::Errno,
 };
 use serde::{Deserialize, Serialize};
@@ -52,15 +52,15 @@ pub struct FileId {
 impl FileId {
     /// The id of an open file.
     pub fn of(file: &File) -> io::Result<Self> {
-        Ok(Self::from(&file.metadata()?))
+        Ok(Self::from(&rustix::fs::fstat(file)?))
     }
 }
 
-impl From<&Metadata> for FileId {
-    fn from(metadata: &Metadata) -> Self {
+impl From<&Stat> for FileId {
+    fn from(stat: &Stat) -> Self {
         Self {
-            dev: metadata.dev(),
-            ino: metadata.ino(),
+            dev: stat.st_dev,
+            ino: stat.st_ino,
         }
     }
 }
@@ -80,16 +80,6 @@ pub struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// The loop device of that number, as sysfs has it.
-    fn of_number(number: u32) -> io::Result<Self> {
-        Ok(Self {
-            number,
-            dev: sysfs::dev_of(&format!("loop{number}"))?,
-            node: node_of(number),
-            diskseq: None,
-        })
-    }
-
     fn open(&self, flags: OFlags) -> io::Result<OwnedFd> {
         block::open(&self.node, self.dev, flags)
     }
@@ -189,18 +179,13 @@ fn device_error(device: &LoopDevice, what: &'static str) -> impl FnOnce(io::Erro
     move |source| LoopError::Device { node, what, source }
 }
 
-/// Puts an image behind a free loop device.
-pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, LoopError> {
+/// Puts an image behind a free loop device. Returns its descriptor, too: for direct I/O, and
+/// while it is open no other opener has the device exclusively.
+pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<(LoopDevice, OwnedFd), LoopError> {
     let name = || options.name.to_owned();
-    let access = rustix::fs::fcntl_getfl(image).unwrap_or(OFlags::RDONLY) & OFlags::RWMODE;
-    if access == OFlags::RDONLY && !options.read_only {
-        return Err(LoopError::ReadOnlyImage { image: name() });
-    }
     let mut flags = 0;
-    let mut open = OFlags::EXCL | OFlags::RDWR;
     if options.read_only {
         flags |= loopctl::READ_ONLY;
-        open = OFlags::EXCL | OFlags::RDONLY;
     }
     if options.direct_io {
         flags |= loopctl::DIRECT_IO;
@@ -214,34 +199,76 @@ pub fn attach(image: &File, options: &LoopOptions<'_>) -> Result<LoopDevice, Loo
     let mut least = 0;
     for _ in 0..TRIES {
         let number = reserved::Reserved::take(control, least).map_err(LoopError::Free)?;
-        let device = once_made(|| LoopDevice::of_number(number.get())).map_err(LoopError::Free)?;
-        let configured = once_made(|| device.open(open)).and_then(|file| {
-            loopctl::configure(&file, image.as_fd(), &config)?;
-            // While it is open, no other image gets its number.
-            let diskseq =
-                clear_read_only_mark(&file, options.read_only).and_then(|()| block::diskseq(&file));
-            if diskseq.is_err() {
-                // The reason for the failure is what the caller must learn.
-                let _ = loopctl::clear(&file);
-            }
-            diskseq
-        });
-        match configured {
-            Ok(diskseq) => {
+        match configure(number.get(), image, &config) {
+            Ok(None) => return Err(LoopError::ReadOnlyImage { image: name() }),
+            Ok(Some(attached)) => {
                 crash_point();
-                return Ok(LoopDevice { diskseq, ..device });
+                return Ok(attached);
             }
             Err(e) if block::is_busy(&e) || is(&e, Errno::NXIO) => least = number.get() + 1,
             Err(source) => {
                 return Err(LoopError::Attach {
                     image: name(),
-                    node: device.node,
+                    node: node_of(number.get()),
                     source,
                 });
             }
         }
     }
     Err(LoopError::NoneFree { image: name() })
+}
+
+/// Puts an image behind the loop device of that number. None if the device was to be
+/// writable, and the image is not.
+fn configure(
+    number: u32,
+    image: &File,
+    config: &loopctl::LoopSettings<'_>,
+) -> io::Result<Option<(LoopDevice, OwnedFd)>> {
+    let node = node_of(number);
+    let access = match config.flags & loopctl::READ_ONLY {
+        0 => OFlags::RDWR,
+        _ => OFlags::RDONLY,
+    };
+    let flags = access | OFlags::EXCL | OFlags::DIRECT | OFlags::CLOEXEC;
+    let file = once_made(|| Ok(rustix::fs::open(&node, flags, Mode::empty())?))?;
+    let dev = Dev::from_raw(rustix::fs::fstat(&file)?.st_rdev);
+    loopctl::configure(&file, image.as_fd(), config)?;
+    let look = || {
+        let status = loopctl::status(&file)?;
+        refuse_other_number(number, &status)?;
+        let read_only = status.flags & loopctl::READ_ONLY;
+        clear_read_only_mark(&file, read_only != 0)?;
+        let device = LoopDevice {
+            number,
+            dev,
+            node,
+            // While it is open, no other image gets its number.
+            diskseq: block::diskseq(&file)?,
+        };
+        Ok((read_only == config.flags & loopctl::READ_ONLY).then_some(device))
+    };
+    let looked: io::Result<_> = look();
+    if !matches!(looked, Ok(Some(_))) {
+        // The reason for the failure is what the caller must learn.
+        let _ = loopctl::clear(&file);
+    }
+    Ok(looked?.map(|device| (device, file)))
+}
+
+/// The device knows its number, whatever its node is called.
+fn refuse_other_number(number: u32, status: &loopctl::LoopStatus) -> io::Result<()> {
+    if status.number == number {
+        return Ok(());
+    }
+    Err(io::Error::new(
+        io::ErrorKind::NotFound,
+        format!(
+            "{} is the node of loop{}",
+            node_of(number).display(),
+            status.number
+        ),
+    ))
 }
 
 /// Clears the mark that a read-only publish leaves on the device's number (BLKROSET), and
@@ -308,13 +335,15 @@ fn release(
         let status = status_of(device.number).map_err(failed)?;
         Ok(status.is_some_and(|(_, status)| ours(&status)))
     };
-    if !is_configured(device.number) {
-        return Ok(Detached::Already);
-    }
     // What was just unmounted may be kept for a moment by a child's copy of a descriptor.
-    let file = match block::open_exclusive(&device.node, device.dev, OFlags::RDONLY) {
+    let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
+    let open = || Ok(rustix::fs::open(&device.node, flags, Mode::empty())?);
+    let is_busy = |opened: &io::Result<_>| opened.as_ref().is_err_and(block::is_busy);
+    let file = match retry_while_busy(open, is_busy) {
         Ok(file) => file,
-        Err(e) if is_detached(&e) => return Ok(Detached::Already),
+        Err(e) if is_detached(&e) || !is_configured(device.number) => {
+            return Ok(Detached::Already);
+        }
         // It may have another file by now, and be busy with that.
         Err(e) if block::is_busy(&e) && still_ours()? => {
             return Err(LoopError::Busy {
@@ -325,11 +354,16 @@ fn release(
         Err(e) => return Err(failed(e)),
     };
     let status = match loopctl::status(&file) {
-        Ok(status) if ours(&status) => status,
-        Ok(_) => return Ok(Detached::Already),
-        Err(e) if is_detached(&e) => return Ok(Detached::Already),
+        Ok(status) => status,
+        Err(e) if is_detached(&e) && !is_configured(device.number) => {
+            return Ok(Detached::Already);
+        }
         Err(e) => return Err(failed(e)),
     };
+    refuse_other_number(device.number, &status).map_err(failed)?;
+    if !ours(&status) {
+        return Ok(Detached::Already);
+    }
     clear_read_only_mark(&file, status.flags & loopctl::READ_ONLY != 0).map_err(failed)?;
     match loopctl::clear(&file) {
         Ok(()) => {}
@@ -388,16 +422,10 @@ fn status_of(number: u32) -> io::Result<Option<(LoopDevice, loopctl::LoopStatus)
         Ok((device, loopctl::status(&node)?))
     };
     match look() {
-        // The device knows its number, whatever its node is called.
-        Ok((_, status)) if status.number != number => Err(io::Error::new(
-            io::ErrorKind::NotFound,
-            format!(
-                "{} is the node of loop{}",
-                node_of(number).display(),
-                status.number
-            ),
-        )),
-        Ok(found) => Ok(Some(found)),
+        Ok(found) => {
+            refuse_other_number(number, &found.1)?;
+            Ok(Some(found))
+        }
         Err(e) if is_detached(&e) || !is_configured(number) => Ok(None),
         Err(e) => Err(e),
     }

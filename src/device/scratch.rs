@@ -32,7 +32,7 @@ impl Scratch {
 
     /// A writable device over an image.
     pub fn over(image: NamedTempFile) -> Self {
-        let device = loopdev::attach(image.as_file(), &options(image.path())).unwrap();
+        let (device, _) = loopdev::attach(image.as_file(), &options(image.path())).unwrap();
         Self { image, device }
     }
 

@@ -7,7 +7,7 @@
 //! ```text
 //! 1. write its own as `asking`  (atomically: temporary file, link or rename)
 //! 2. read all others            a conflict: undo its own, name the owner
-//! 3. write its own as `held`    before it opens the image for a device
+//! 3. make its own `held`        before it opens the image for a device
 //! ```
 //!
 //! Of two nodes that ask at once, each reads the other's claim, as both write before they
@@ -23,12 +23,21 @@
 
 use std::{
     collections::BTreeMap,
+    ffi::OsStr,
     fs::{self, File},
     io::{self, Read as _},
+    os::{
+        fd::{AsFd as _, BorrowedFd},
+        unix::{ffi::OsStrExt as _, fs::FileExt as _},
+    },
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
 };
 
+use rustix::{
+    fs::{Dir, DirEntry, Mode, OFlags},
+    io::Errno,
+};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -210,21 +219,35 @@ fn process_lock(pool: &Pool) -> Arc<Mutex<()>> {
 
 /// Claims an image for a node. [`Done::Already`]: the node holds the same claim.
 pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError> {
+    claim_in(pool, pool.open_dir()?.as_fd(), image, claim)
+}
+
+/// [`claim`] in the pool's directory `dir`, which is open.
+pub fn claim_in(
+    pool: &Pool,
+    dir: BorrowedFd<'_>,
+    image: &str,
+    claim: &Claim,
+) -> Result<Done, ClaimError> {
     let lock = process_lock(pool);
     let _locked = lock.lock().unwrap_or_else(PoisonError::into_inner);
-    pool.initialize()?;
+    pool.initialize_at(dir)?;
     let mine = marker_path(pool, image, &claim.node_id);
-    // A power loss leaves this node's own claim malformed.
-    let before = match read(pool, &mine) {
-        Err(ClaimError::Corrupt { .. }) => None,
-        before => {
-            before?.filter(|m| m.claim.boot_id == claim.boot_id && m.state == ClaimState::Held)
-        }
+    let before = match create_dir(pool, &claims_dir(pool, image))? {
+        // Mostly it is the first claim on the image.
+        Done::Now => None,
+        Done::Already => match read(pool, &mine) {
+            // A power loss leaves this node's own claim malformed.
+            Err(ClaimError::Corrupt { .. }) => None,
+            before => {
+                before?.filter(|m| m.claim.boot_id == claim.boot_id && m.state == ClaimState::Held)
+            }
+        },
     };
     if before.as_ref().is_some_and(|m| m.claim == *claim) {
         return Ok(Done::Already);
     }
-    write(pool, &mine, claim, ClaimState::Asking)?;
+    let written = write(pool, &mine, claim, ClaimState::Asking)?;
     crash_point();
     let conflict = others(pool, image, &mine, &claim.boot_id).map(|others| {
         others
@@ -233,7 +256,9 @@ pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError
     });
     match conflict {
         Ok(None) => {
-            write(pool, &mine, claim, ClaimState::Held)?;
+            let held = text_of(claim, ClaimState::Held);
+            let rewritten = written.write_all_at(&held, 0);
+            rewritten.map_err(|e| pool.io("write", &mine, e))?;
             crash_point();
             Ok(Done::Now)
         }
@@ -339,7 +364,7 @@ fn restore(
     before: Option<Marker>,
 ) -> Result<(), ClaimError> {
     match before {
-        Some(marker) => write(pool, mine, &marker.claim, marker.state),
+        Some(marker) => write(pool, mine, &marker.claim, marker.state).map(drop),
         None => remove(pool, image, mine).map(drop),
     }
 }
@@ -375,21 +400,34 @@ fn is_stale(pool: &Pool, claim: &Claim, boot_id: &str) -> Result<bool, PoolError
 }
 
 fn list(pool: &Pool, dir: &Path) -> Result<Vec<PathBuf>, PoolError> {
-    let entries = match fs::read_dir(dir) {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let entries = rustix::fs::open(dir, flags, Mode::empty())
+        .and_then(|opened| Dir::new(opened)?.collect::<Result<Vec<_>, _>>());
+    let entries = match entries {
         Ok(entries) => entries,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(e) => return Err(pool.io("list", dir, e)),
+        Err(Errno::NOENT) => return Ok(Vec::new()),
+        Err(errno) => return Err(pool.io("list", dir, errno)),
     };
-    entries
-        .map(|entry| Ok(entry.map_err(|e| pool.io("list", dir, e))?.path()))
-        .collect()
+    let names = entries.iter().map(DirEntry::file_name);
+    let names = names.filter(|name| *name != c"." && *name != c"..");
+    Ok(names
+        .map(|name| dir.join(OsStr::from_bytes(name.to_bytes())))
+        .collect())
 }
 
 fn read(pool: &Pool, path: &Path) -> Result<Option<Marker>, ClaimError> {
-    let mut bytes = Vec::with_capacity(MARKER);
-    let found = File::open(path).and_then(|file| file.take(LONGEST).read_to_end(&mut bytes));
+    let mut bytes = vec![0; MARKER];
+    let found = File::open(path).and_then(|mut file| {
+        let length = file.read(&mut bytes)?;
+        bytes.truncate(length);
+        // A read of a file returns less than was asked for only at the end.
+        if length == MARKER {
+            file.take(LONGEST).read_to_end(&mut bytes)?;
+        }
+        Ok(())
+    });
     match found {
-        Ok(_) => {}
+        Ok(()) => {}
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(pool.io("read", path, e).into()),
     }
@@ -405,43 +443,45 @@ fn read(pool: &Pool, path: &Path) -> Result<Option<Marker>, ClaimError> {
     Ok(Some(marker))
 }
 
-fn write(pool: &Pool, path: &Path, claim: &Claim, state: ClaimState) -> Result<(), ClaimError> {
-    let bytes = serde_json::to_vec(&Marker {
-        claim: claim.clone(),
-        state,
-    })
-    .expect("a claim is plain strings");
+/// Writes a claim; returns its file, to change the state in place.
+fn write(pool: &Pool, path: &Path, claim: &Claim, state: ClaimState) -> Result<File, ClaimError> {
+    let bytes = text_of(claim, state);
     let dir = path.parent().expect("a marker is in a directory");
     let tmp = pool.meta_path("tmp");
-    // Mostly it is the first claim on the image.
-    let mut make_dir = state == ClaimState::Asking;
     loop {
-        if make_dir {
-            create_dir(pool, dir)?;
-        }
         match draft::replace(&tmp, path, &bytes, Volatile) {
-            Ok(()) => return Ok(()),
+            Ok(file) => return Ok(file),
             // Another node released the last claim, and removed the directory.
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
                 pool.meta_dir("tmp")?;
-                make_dir = true;
+                let _ = create_dir(pool, dir)?;
             }
             Err(e) => return Err(pool.io("write", path, e).into()),
         }
     }
 }
 
+/// The content of a claim's file. Its length does not depend on the state, and the state is
+/// in its last bytes: so overwriting it changes nothing else.
+fn text_of(claim: &Claim, state: ClaimState) -> Vec<u8> {
+    let text = |state| {
+        let claim = claim.clone();
+        serde_json::to_vec(&Marker { claim, state }).expect("a claim is plain strings")
+    };
+    let mut bytes = text(state);
+    bytes.resize(text(ClaimState::Asking).len(), b' ');
+    bytes
+}
+
 /// Makes the directory of an image's claims, if it is missing.
-fn create_dir(pool: &Pool, dir: &Path) -> Result<(), PoolError> {
-    match fs::create_dir(dir) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            pool.meta_dir(CLAIMS)?;
-            fs::create_dir_all(dir).map_err(|e| pool.io("make directory", dir, e))
+fn create_dir(pool: &Pool, dir: &Path) -> Result<Done, PoolError> {
+    loop {
+        match fs::create_dir(dir) {
+            Ok(()) => return Ok(Done::Now),
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(Done::Already),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => pool.meta_dir(CLAIMS).map(drop)?,
+            Err(e) => return Err(pool.io("make directory", dir, e)),
         }
-        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-            Err(pool.io("make directory", dir, e))
-        }
-        _ => Ok(()),
     }
 }
 

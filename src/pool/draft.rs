@@ -104,13 +104,16 @@ impl Drop for Draft {
     }
 }
 
-/// Replaces a file atomically, by a file in `tmp`. That one has no lock: if a sweep
-/// removes it, this makes another.
-pub fn replace(tmp: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Result<()> {
+/// Replaces a file atomically, by a file in `tmp`, which it returns. That one has no lock: if
+/// a sweep removes it, this makes another.
+pub fn replace(tmp: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Result<File> {
     loop {
         let draft = tmp.join(unique_name());
         match write_and_move(&draft, path, bytes, how) {
-            Ok(()) => return sync_parent(path, how),
+            Ok(file) => {
+                sync_parent(path, how)?;
+                return Ok(file);
+            }
             // Not the directories are missing, so it was the file.
             Err(e) if e.kind() == io::ErrorKind::NotFound && both_exist(tmp, path) => {}
             Err(e) => {
@@ -121,7 +124,7 @@ pub fn replace(tmp: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Re
     }
 }
 
-fn write_and_move(draft: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Result<()> {
+fn write_and_move(draft: &Path, path: &Path, bytes: &[u8], how: Durability) -> io::Result<File> {
     let mut file = create(draft)?;
     file.write_all(bytes)?;
     if how == Durability::Durable {
@@ -130,7 +133,7 @@ fn write_and_move(draft: &Path, path: &Path, bytes: &[u8], how: Durability) -> i
     crash_point();
     std::fs::rename(draft, path)?;
     crash_point();
-    Ok(())
+    Ok(file)
 }
 
 fn both_exist(tmp: &Path, path: &Path) -> bool {

@@ -21,6 +21,7 @@ pub fn set(pool: &Pool, image: &str, volume_id: &str) -> Result<(), PoolError> {
     pool.meta_dir("mkfs")?;
     let (tmp, path) = (pool.meta_dir("tmp")?, path_of(pool, image));
     draft::replace(&tmp, &path, volume_id.as_bytes(), Durable)
+        .map(drop)
         .map_err(|e| pool.io("write", &path, e))
 }
 

@@ -15,6 +15,7 @@ use std::{
     collections::BTreeMap,
     fs::File,
     io::{self, Read as _, Write as _},
+    os::fd::{AsFd as _, BorrowedFd},
     path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
 };
@@ -39,7 +40,12 @@ impl Pool {
     /// scope of a new pool. Making a volume and claiming an image call it. It mostly costs one
     /// short read.
     pub fn initialize(&self) -> Result<(), PoolError> {
-        if let Some(found) = self.scope_in_use()? {
+        self.initialize_at(self.open_dir()?.as_fd())
+    }
+
+    /// [`Pool::initialize`] of the pool's directory, which is open.
+    pub fn initialize_at(&self, dir: BorrowedFd<'_>) -> Result<(), PoolError> {
+        if let Some(found) = self.scope_in_use(dir)? {
             return self.refuse_other(found);
         }
         let (tmp, path) = (self.meta_dir("tmp")?, self.scope_path());
@@ -49,19 +55,19 @@ impl Pool {
             draft.place_new(&path, Durable)
         });
         let _: Done = settled.map_err(|e| self.io("write", &path, e))?;
-        self.refuse_other(self.scope_in_use()?.unwrap_or(self.scope))
+        self.refuse_other(self.scope_in_use(dir)?.unwrap_or(self.scope))
     }
 
     /// As [`Pool::initialize`], but only reads, and accepts a new pool.
     pub fn check_scope(&self) -> Result<(), PoolError> {
-        let found = self.scope_in_use()?;
+        let found = self.scope_in_use(self.open_dir()?.as_fd())?;
         found.map_or(Ok(()), |found| self.refuse_other(found))
     }
 
     /// As [`Pool::check_scope`], for existing images: a pool without its scope file has none,
     /// so it counts as not mounted.
     pub fn check_initialized(&self) -> Result<(), PoolError> {
-        match self.scope_in_use()? {
+        match self.scope_in_use(self.open_dir()?.as_fd())? {
             Some(found) => self.refuse_other(found),
             None => Err(self.uninitialized()),
         }
@@ -69,7 +75,7 @@ impl Pool {
 
     /// Whether the pool is mounted and was used before. If not, a missing file proves nothing.
     pub fn is_initialized(&self) -> Result<bool, PoolError> {
-        let (found, _) = self.read_scope()?;
+        let (found, _) = self.read_scope(self.open_dir()?.as_fd())?;
         Ok(found.is_some())
     }
 
@@ -82,8 +88,8 @@ impl Pool {
     }
 
     /// The scope of the pool; `None` for a new pool.
-    fn scope_in_use(&self) -> Result<Option<Scope>, PoolError> {
-        let (found, at) = self.read_scope()?;
+    fn scope_in_use(&self, dir: BorrowedFd<'_>) -> Result<Option<Scope>, PoolError> {
+        let (found, at) = self.read_scope(dir)?;
         let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
         if found.is_some() {
             seen.insert(self.dir.clone(), at);
@@ -110,13 +116,12 @@ impl Pool {
     }
 
     /// The scope file's content, and the device and inode of the directory that was searched.
-    fn read_scope(&self) -> Result<(Option<Scope>, (u64, u64)), PoolError> {
-        let dir = self.open_dir()?;
-        let stat = fstat(&dir).map_err(|errno| self.io("look at", &self.dir, errno))?;
+    fn read_scope(&self, dir: BorrowedFd<'_>) -> Result<(Option<Scope>, (u64, u64)), PoolError> {
+        let stat = fstat(dir).map_err(|errno| self.io("look at", &self.dir, errno))?;
         let at = (stat.st_dev, stat.st_ino);
         let path = self.scope_path();
         let file = Path::new(META).join(SCOPE);
-        let file = match openat(&dir, file, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
+        let file = match openat(dir, file, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
             Ok(file) => File::from(file),
             Err(Errno::NOENT) => return Ok((None, at)),
             Err(errno) => return Err(self.io("open", &path, errno)),

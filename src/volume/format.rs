@@ -93,7 +93,7 @@ async fn steps(
     cx.remember(record).await?;
     // Refuses a device that is mounted or open exclusively.
     let (source, device) = (&record.source, &attached.device);
-    let (content, held) = prepare::look(cx, source, device).await?;
+    let (content, held) = prepare::look(cx, source, device, None).await?;
     let was = prepare::describe(&content);
     let preparing = Preparing {
         cx,

@@ -6,7 +6,7 @@
 //! or writes the device opens it exclusively first: a device that is mounted in any mount
 //! namespace is neither probed nor formatted.
 
-use std::{io, path::Path, pin::pin};
+use std::{io, os::fd::OwnedFd, path::Path, pin::pin};
 
 use rustix::{fd::AsFd as _, fs::OFlags};
 
@@ -63,9 +63,15 @@ impl Drop for OpenDevice<'_> {
     }
 }
 
-/// The content of the device, and its size in bytes; `None` if it is in use.
-fn content_of(prober: &Prober, device: &Device) -> io::Result<Option<(Content, u64)>> {
-    let file = match block::open_exclusive(&device.node, device.dev, OFlags::DIRECT) {
+/// The content of the device, which may be open exclusively already, and its size in bytes;
+/// `None` if it is in use.
+fn content_of(
+    prober: &Prober,
+    device: &Device,
+    exclusive: Option<OwnedFd>,
+) -> io::Result<Option<(Content, u64)>> {
+    let open = || block::open_exclusive(&device.node, device.dev, OFlags::DIRECT);
+    let file = match exclusive.map_or_else(open, Ok) {
         Ok(file) => file,
         Err(error) if block::is_busy(&error) => return Ok(None),
         Err(error) => return Err(error),
@@ -105,6 +111,7 @@ pub(super) async fn look<'a>(
     cx: OnLane<'a>,
     source: &Source,
     device: &Device,
+    exclusive: Option<OwnedFd>,
 ) -> Result<(Content, OpenDevice<'a>), Cause> {
     let _admission = cx.admit(&cx.node.config.gates.probe, source).await?;
     cx.step("probe", || {
@@ -114,7 +121,9 @@ pub(super) async fn look<'a>(
             bytes: 0,
         };
         let failed = Cause::io(format!("read {}", device.node.display()));
-        if let Some((content, bytes)) = content_of(&cx.node.prober, device).map_err(failed)? {
+        if let Some((content, bytes)) =
+            content_of(&cx.node.prober, device, exclusive).map_err(failed)?
+        {
             held.bytes = bytes;
             return Ok((content, held));
         }
@@ -140,13 +149,14 @@ pub(super) async fn prepare<'a>(
     cx: OnLane<'a>,
     record: &Record,
     attached: &Attachment,
+    mut exclusive: Option<OwnedFd>,
     mkfs_options: &[String],
 ) -> Result<(Prepared, OpenDevice<'a>), Cause> {
     let (source, device) = (&record.source, &attached.device);
     let mut tries = 0;
     loop {
         tries += 1;
-        let (content, held) = look(cx, source, device).await?;
+        let (content, held) = look(cx, source, device, exclusive.take()).await?;
         let preparing = Preparing {
             cx,
             record,

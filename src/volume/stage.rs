@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    path::{Path, PathBuf},
+    os::fd::OwnedFd,
     time::{Duration, Instant},
 };
 
@@ -13,12 +13,12 @@ use super::{
     error::Cause,
     layout, mounted,
     nested::PathOf,
-    places::{Places, at_staging},
+    places::{absent_is_none, at_staging},
     prepare::{self, OpenDevice, Prepared},
     publish,
     record::{Phase, Record},
     remote,
-    spec::{RootAccess, Stage, Use, mount_point},
+    spec::{RootAccess, Stage, Use},
     unstage::{self, forget},
 };
 use crate::{
@@ -57,13 +57,13 @@ pub(super) async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Caus
 
 /// A stage from its first look to its last step, on the volume's lane.
 async fn on_lane(cx: OnLane<'_>, mut spec: Stage, looking: Permit) -> Result<Outcome, Cause> {
-    let (place, mut before) = cx.step("look", || look(cx, &mut spec))?;
+    let (mut place, mut before) = cx.step("look", || look(cx, &mut spec))?;
     drop(looking);
     if let Some(record) = cx.volume.record() {
         match record.phase {
             // Found without a record: this call says how it is to be staged.
             Phase::Staged if record.found && record.may_satisfy(&spec) => {}
-            Phase::Staged if !record.satisfies(&spec) => {
+            Phase::Staged if !record.satisfies(&spec) && is_in_place(cx, &record) => {
                 return Err(Cause::Incompatible {
                     have: record.describe(),
                     want: Record::begin(&cx.volume.id, "", &spec).describe(),
@@ -85,16 +85,20 @@ async fn on_lane(cx: OnLane<'_>, mut spec: Stage, looking: Permit) -> Result<Out
                 already("stage", Done::Already);
                 return Ok(Outcome::Done);
             }
-            // A call with other arguments began it, and has ended.
-            Phase::Staging | Phase::Unstaging if !record.satisfies(&spec) => {
+            // A call with other arguments began it, or an unstage, and has ended.
+            _ if !record.satisfies(&spec) => {
                 unstage::tear_down(cx, &record).await?;
-                (_, before) = cx.step("look", || look(cx, &mut spec))?;
+                (place, before) = cx.step("look", || look(cx, &mut spec))?;
             }
             _ => {}
         }
     }
-    drop(place);
-    Staging { cx, spec: &spec }.bring_up(before).await?;
+    let staging = Staging {
+        cx,
+        spec: &spec,
+        place: &place,
+    };
+    staging.bring_up(before).await?;
     Ok(Outcome::Done)
 }
 
@@ -116,6 +120,17 @@ fn look(cx: OnLane<'_>, spec: &mut Stage) -> Result<(SafePath, Before), Cause> {
         is_mounted,
     };
     Ok((place, before))
+}
+
+/// Whether a volume that its record calls staged is mounted or attached: an agent may have
+/// been killed while it unstaged it. If a look fails, it is.
+fn is_in_place(cx: OnLane<'_>, record: &Record) -> bool {
+    let staged = || {
+        let place = absent_is_none(cx.node.places.staging(&record.mount_point())).ok()?;
+        let kind = place.map_or(Ok(PathKind::Absent), |place| place.kind());
+        Some(is_still_there(record, Some(&kind.ok()?)))
+    };
+    cx.live_target().is_some() || cx.step("look", staged).unwrap_or(true)
 }
 
 /// Whether a staged volume is where its record says. Asks the kernel, not the device.
@@ -149,12 +164,14 @@ fn log_staged(record: &Record, formatted: bool, took: Duration) {
 struct Staging<'a> {
     cx: OnLane<'a>,
     spec: &'a Stage,
+    /// Where it is to be mounted.
+    place: &'a SafePath,
 }
 
 impl Staging<'_> {
     /// The part of stage that changes something, and is undone if it fails.
     async fn bring_up(self, known: Before) -> Result<(), Cause> {
-        let Self { cx, spec } = self;
+        let Self { cx, spec, .. } = self;
         let begun = Instant::now();
         let before = cx.volume.record();
         let mut record = Record::begin(&cx.volume.id, cx.node.backends.boot_id(), spec);
@@ -186,9 +203,11 @@ impl Staging<'_> {
         };
         let cause = match attached {
             Ok(attached) => {
-                let done = if let Some(attached) = attached {
+                let done = if let Some(mut attached) = attached {
                     record.device = Some(attached.device.clone());
-                    self.steps(&mut record, &attached, is_mounted).await
+                    let exclusive = attached.exclusive.take();
+                    self.steps(&mut record, &attached, exclusive, is_mounted)
+                        .await
                 } else {
                     self.mount_remote(&mut record, is_mounted).await
                 };
@@ -226,9 +245,10 @@ impl Staging<'_> {
         self,
         record: &mut Record,
         attached: &Attachment,
+        exclusive: Option<OwnedFd>,
         is_mounted: bool,
     ) -> Result<bool, Cause> {
-        let Self { cx, spec } = self;
+        let Self { cx, spec, .. } = self;
         let mut formatted = false;
         let device = &attached.device;
         if !attached.is_ready {
@@ -254,7 +274,7 @@ impl Staging<'_> {
                 }
             } else {
                 let (prepared, held) =
-                    prepare::prepare(cx, record, attached, &spec.mkfs_options).await?;
+                    prepare::prepare(cx, record, attached, exclusive, &spec.mkfs_options).await?;
                 let root_dev = self.mount(options, device, &prepared, held).await?;
                 (record.fs, record.root_dev) = (Some(prepared.fs), Some(root_dev));
                 formatted = prepared.found.is_none();
@@ -280,7 +300,7 @@ impl Staging<'_> {
 
     /// Mounts a source without a block device; parameters and result as of [`Self::steps`].
     async fn mount_remote(self, record: &mut Record, is_mounted: bool) -> Result<bool, Cause> {
-        let Self { cx, spec } = self;
+        let Self { cx, spec, place } = self;
         let Use::Mount { options, .. } = &spec.usage else {
             return Err(DeviceError::NoDevice.into());
         };
@@ -296,8 +316,8 @@ impl Staging<'_> {
             let gate = &cx.node.config.gates.mount;
             let _admission = cx.admit(gate, &spec.source).await?;
             cx.step("mount", || {
-                let place = make_room(&cx.node.places, &self.mount_point())?;
-                let mounted = spec.source.mount(options, spec.read_only, &place);
+                make_room(place)?;
+                let mounted = spec.source.mount(options, spec.read_only, place);
                 mounted.map_err(Cause::Mount)
             })?
         };
@@ -343,11 +363,11 @@ impl Staging<'_> {
         prepared: &Prepared,
         held: OpenDevice<'_>,
     ) -> Result<Dev, Cause> {
-        let Self { cx, spec } = self;
+        let Self { cx, spec, place } = self;
         let gate = &cx.node.config.gates.mount;
         let _admission = cx.admit(gate, &spec.source).await?;
         let mounted = cx.step("mount", || {
-            let place = make_room(&cx.node.places, &self.mount_point())?;
+            make_room(place)?;
             held.check()?;
             let new = NewMount {
                 fs_type: prepared.fs.as_str(),
@@ -356,15 +376,10 @@ impl Staging<'_> {
                 extra: &extra_options(prepared, spec.read_only, options),
                 read_only: spec.read_only,
             };
-            attach::mount(&new, &place).map_err(Cause::Mount)
+            attach::mount(&new, place).map_err(Cause::Mount)
         })?;
         tracing::debug!(volume_id = cx.volume.id, ?mounted, "mounted");
         Ok(mounted.dev)
-    }
-
-    fn mount_point(self) -> PathBuf {
-        let spec = self.spec;
-        mount_point(&spec.source, &spec.staging_path, &self.cx.volume.id)
     }
 
     /// Runs a step at the mount point.
@@ -373,9 +388,7 @@ impl Staging<'_> {
         step: &'static str,
         work: impl FnOnce(&SafePath) -> Result<T, Cause>,
     ) -> Result<T, Cause> {
-        let path = self.mount_point();
-        let at_place = || work(&self.cx.node.places.staging(&path)?);
-        self.cx.step(step, at_place)
+        self.cx.step(step, || work(self.place))
     }
 
     fn set_root(self, root: RootAccess) -> Result<(), Cause> {
@@ -399,7 +412,7 @@ impl Staging<'_> {
     fn grow_to_device(self, device: &Device, fs: FsType) -> Result<(), Cause> {
         let cx = self.cx;
         let size = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
-        match mounted::grow(cx, &self.mount_point(), fs, size) {
+        match mounted::grow(cx, self.place.path(), fs, size) {
             Err(Cause::Grow(error @ grow::GrowError::NeedsCapability { .. })) => {
                 // Smaller than its device, but intact.
                 tracing::warn!(volume_id = cx.volume.id, %error, "the file system stays smaller than its device");
@@ -411,8 +424,7 @@ impl Staging<'_> {
 }
 
 /// Makes the mount point, at which nothing else may be mounted.
-fn make_room(places: &Places, mount_point: &Path) -> Result<SafePath, Cause> {
-    let place = places.staging(mount_point)?;
+fn make_room(place: &SafePath) -> Result<(), Cause> {
     let done = match place.kind() {
         Ok(PathKind::Mount(_)) => {
             return Err(Cause::precondition(format!(
@@ -424,7 +436,7 @@ fn make_room(places: &Places, mount_point: &Path) -> Result<SafePath, Cause> {
         _ => place.make_dir(0o750).map_err(at_staging)?,
     };
     already("make the staging directory", done);
-    Ok(place)
+    Ok(())
 }
 
 fn kept(cause: Cause) -> Cause {

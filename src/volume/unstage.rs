@@ -80,8 +80,15 @@ async fn on_lane(cx: OnLane<'_>, staging_path: PathBuf) -> Result<Outcome, Cause
 /// Unmounts, detaches, releases the source and forgets the volume; skips what is done.
 pub(super) async fn tear_down(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     let (mut record, begun) = (record.clone(), Instant::now());
+    let is_staged = record.phase == Phase::Staged;
     record.phase = Phase::Unstaging;
-    cx.remember(&record).await?;
+    if is_staged && !record.found && record.inline.is_none() {
+        // The file still says staged. An agent that reads it after a crash looks whether the
+        // volume is mounted, or attached, and goes on from there in any case.
+        cx.volume.hold_record(record.clone());
+    } else {
+        cx.remember(&record).await?;
+    }
     if let Some(device) = &record.device {
         // A lock over another image's device stays.
         if record.usage == Use::Block && record.source.is_still(device) {

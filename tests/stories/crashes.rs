@@ -8,7 +8,7 @@ use testkit::{
     crash_lifecycle_at_each_step, eventually, files_below, kill_during, kill_during_each_call,
     loops_over, refused, run, story,
 };
-use tonic::Code::Unavailable;
+use tonic::Code::{AlreadyExists, Unavailable};
 use uuid::Uuid;
 
 #[test]
@@ -79,6 +79,28 @@ fn records_that_are_lost_are_rebuilt() {
             node.down(volume, "pod").await;
             assert!(loops_over(&sandbox.image(volume)).is_empty());
         }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_unstage_that_was_killed_binds_no_later_stage_to_its_arguments() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let other = volume.clone().flags(&["noatime"]);
+        node.stage(&volume).await.unwrap();
+        node.kill9().await;
+        node.restart().await;
+        refused(node.stage(&other).await, AlreadyExists, &["v"]);
+
+        node.kill9().await;
+        // As far as an unstage comes before it is killed.
+        run(&["umount", node.staging(&volume).to_str().unwrap()]);
+        node.restart().await;
+        node.stage(&other).await.unwrap();
+        assert_eq!(loops_over(&sandbox.image(&volume)).len(), 1);
+        node.unstage(&other).await.unwrap();
         node.assert_clean().await;
     });
 }

@@ -42,15 +42,13 @@ pub fn lock_over(node: &Path) -> Result<LoopDevice, LoopError> {
     };
     // A lock neither reads nor writes.
     let file = File::open(node).map_err(refused)?;
-    attach(
-        &file,
-        &LoopOptions {
-            read_only: true,
-            direct_io: false,
-            sector_size: 0,
-            name: node,
-        },
-    )
+    let options = LoopOptions {
+        read_only: true,
+        direct_io: false,
+        sector_size: 0,
+        name: node,
+    };
+    Ok(attach(&file, &options)?.0)
 }
 
 /// The locks over a block device: over the paths in `known`, and over any other

@@ -209,7 +209,9 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
         self.pool.meta_dir(K::RECORDS)?;
         let path = self.record(entry.id);
         let bytes = serde_json::to_vec_pretty(entry).expect("a record is plain data");
-        draft::replace(&tmp, &path, &bytes, Durable).map_err(|e| failed("write", &path, e))
+        draft::replace(&tmp, &path, &bytes, Durable)
+            .map(drop)
+            .map_err(|e| failed("write", &path, e))
     }
 
     /// Undoes a failed create of this process, of which no caller knows. It removes the

@@ -65,7 +65,7 @@ pub fn write<T: Serialize>(share: &OwnedFd, record: &str, content: &T) -> io::Re
     let (dir, name) = split(record);
     let tmp = below::make(share, &format!("{RECORDS}/tmp"), MODE)?;
     let at = below::make(share, &format!("{RECORDS}/{dir}"), MODE)?;
-    draft::replace(&path_of(&tmp, ""), &path_of(&at, name), &bytes, Durable)
+    draft::replace(&path_of(&tmp, ""), &path_of(&at, name), &bytes, Durable).map(drop)
 }
 
 /// Removes a record of the share.
