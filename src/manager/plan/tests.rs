@@ -212,6 +212,11 @@ impl World {
         match action {
             Action::Record(_) | Action::Forget if midway => {}
             Action::Record(applied) => {
+                let before = self.applied.get(handle).map(|it| it.desired.path.clone());
+                // Others may have published it there meanwhile.
+                if let Some(before) = before.filter(|before| *before != applied.desired.path) {
+                    self.run(handle, &Action::Unpublish(before), false)?;
+                }
                 self.applied.insert(handle.to_owned(), (**applied).clone());
             }
             Action::Forget => {
