@@ -77,16 +77,25 @@ impl Machine {
         assert_eq!(code, 0, "{err}");
     }
 
+    /// What `uringctl wanted` has under this name; nothing while the agent starts.
+    fn rows(&self, name: &str) -> Vec<Value> {
+        let (code, listed, _) = self.operator.run(&["wanted", "--json"]);
+        if code != 0 {
+            return Vec::new();
+        }
+        let listed: Value = serde_json::from_str(&listed).expect("JSON");
+        let rows = listed["volumes"].as_array().expect("volumes").iter();
+        rows.filter(|row| row["name"] == name).cloned().collect()
+    }
+
     /// Waits until `uringctl wanted` shows the volume in this state with these words.
     async fn wait_for(&self, name: &str, state: &str, words: &str) {
         eventually(&format!("{name} {state}: {words}"), async || {
-            let listed = self.operator.json(&["wanted"]);
-            let mut rows = listed["volumes"].as_array().expect("volumes").iter();
             let is_it = |row: &Value| {
                 let detail = row["detail"].as_str().unwrap_or_default();
-                row["name"] == name && row["state"] == state && detail.contains(words)
+                row["state"] == state && detail.contains(words)
             };
-            rows.any(is_it).then_some(())
+            self.rows(name).iter().any(is_it).then_some(())
         })
         .await;
     }
