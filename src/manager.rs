@@ -12,6 +12,8 @@
 #[cfg(feature = "node")]
 mod calls;
 pub mod desired;
+#[cfg(feature = "node")]
+mod difference;
 pub mod directory;
 #[cfg(feature = "node")]
 mod dry_run;

@@ -171,6 +171,7 @@ impl NodeService {
                 read_only: parsed.read_only || request.readonly,
                 mode: parsed.mode,
                 group: parsed.group,
+                remount: false,
             })
         };
         self.submit(&request.volume_id, call, timeout).await?;

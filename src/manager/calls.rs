@@ -1,6 +1,9 @@
 //! From the desired state of a volume to the calls that kubelet would make.
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
 
 use super::desired::{BadDesired, Desired, DesiredAccess};
 use crate::{
@@ -9,7 +12,7 @@ use crate::{
     digest, error_chain,
     volume::{
         Cause, Node,
-        spec::{Expand, Parsed, Publish, RootAccess, Stage},
+        spec::{Expand, Parsed, Publish, RootAccess, Stage, Use},
     },
 };
 
@@ -34,15 +37,24 @@ pub fn check(node: &Node, name: &str, mut desired: Desired) -> Result<Desired, B
     Ok(desired)
 }
 
+fn parse(desired: &Desired, context: &HashMap<String, String>) -> Result<Parsed, Cause> {
+    Parsed::new(&capability(desired), context, false)
+}
+
 /// The call that stages the volume.
 pub fn stage(node: &Node, handle: &str, desired: &Desired) -> Result<Stage, Cause> {
     let context = desired.source.clone().into_iter().collect();
-    let parsed = Parsed::new(&capability(desired), &context, false)?;
+    let parsed = parse(desired, &context)?;
+    let mut usage = parsed.usage;
+    if let Use::Mount { options, .. } = &mut usage {
+        // They are the target's, and may change while the volume is staged.
+        *options = options.clone().without_target_attributes();
+    }
     Ok(Stage {
         name: String::new(),
         source: Source::parse(&context, handle)?,
         staging_path: staging_path(node, handle),
-        usage: parsed.usage,
+        usage,
         read_only: parsed.read_only,
         mode: parsed.mode,
         mkfs_options: parsed.mkfs_options,
@@ -55,14 +67,16 @@ pub fn stage(node: &Node, handle: &str, desired: &Desired) -> Result<Stage, Caus
 
 /// The call that publishes the volume at its path.
 pub fn publish(node: &Node, handle: &str, desired: &Desired) -> Result<Publish, Cause> {
-    let stage = stage(node, handle, desired)?;
+    let context = desired.source.clone().into_iter().collect();
+    let parsed = parse(desired, &context)?;
     Ok(Publish {
-        staging_path: stage.staging_path,
+        staging_path: staging_path(node, handle),
         target_path: desired.path.clone(),
-        usage: stage.usage,
-        read_only: stage.read_only,
-        mode: stage.mode,
+        usage: parsed.usage,
+        read_only: parsed.read_only,
+        mode: parsed.mode,
         group: None,
+        remount: true,
     })
 }
 

@@ -48,18 +48,20 @@ pub enum DesiredAccess {
     },
 }
 
+#[cfg(feature = "node")]
+impl DesiredAccess {
+    /// Takes these mount options.
+    pub fn set_options(&mut self, new: &[String]) {
+        if let Self::Mount { options, .. } = self {
+            *options = new.to_vec();
+        }
+    }
+}
+
 impl Desired {
     /// The handle of the volume that the file of this name asks for.
     pub fn handle<'a>(&'a self, name: &'a str) -> &'a str {
         self.handle.as_deref().unwrap_or(name)
-    }
-
-    /// Whether a volume that was set up as `other` asks needs no other setup for this: the
-    /// two differ at most in what can be changed while it is attached.
-    pub fn has_setup_of(&self, other: &Self) -> bool {
-        self.source == other.source
-            && self.access == other.access
-            && self.read_only == other.read_only
     }
 }
 

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    desired::Desired,
+    difference::changed_keys,
     plan::{Action, Actual, Applied, Blocked, Next, Presence, applied_names, next_of},
     table::{DesiredTable, WantedFile},
 };
@@ -84,10 +84,19 @@ fn succeed(actual: &mut Actual, action: &Action) {
             };
         }
         (Action::Publish, Presence::Managed { targets, .. }) => {
-            targets.extend(actual.applied.as_ref().map(|it| it.desired.path.clone()));
+            if let Some(applied) = &mut actual.applied {
+                targets.insert(applied.desired.path.clone());
+                applied.has_options = true;
+            }
         }
         (Action::Unpublish(path), Presence::Managed { targets, .. }) => {
             targets.remove(path);
+        }
+        (Action::Remount(options), _) => {
+            if let Some(applied) = &mut actual.applied {
+                applied.desired.access.set_options(options);
+                applied.has_options = true;
+            }
         }
         (Action::Grow(size), _) => {
             if let Some(applied) = &mut actual.applied {
@@ -133,19 +142,4 @@ fn missing(applied: &Applied, presence: &Presence) -> String {
             _ => "it is as its file asks".to_owned(),
         },
     }
-}
-
-/// The keys of a file whose values differ.
-fn changed_keys(before: &Desired, now: &Desired) -> Vec<&'static str> {
-    let differ = [
-        ("source", before.source != now.source),
-        ("mount", before.access != now.access),
-        ("path", before.path != now.path),
-        ("read-only", before.read_only != now.read_only),
-        ("size", before.size != now.size),
-        ("secrets", before.secrets != now.secrets),
-        ("handle", before.handle != now.handle),
-    ];
-    let changed = differ.into_iter().filter(|(_, differs)| *differs);
-    changed.map(|(key, _)| key).collect()
 }

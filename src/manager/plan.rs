@@ -16,7 +16,8 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    desired::Desired,
+    desired::{Desired, DesiredAccess},
+    difference::{is_same_mount, is_same_setup},
     table::{DesiredTable, WantedFile},
 };
 use crate::{Kind, size::Size};
@@ -30,6 +31,9 @@ pub struct Applied {
     /// The size that it was grown to.
     #[serde(default)]
     pub grown_to: Option<Size>,
+    /// Whether the mount at its path has the options; else it may have others.
+    #[serde(default)]
+    pub has_options: bool,
 }
 
 impl Applied {
@@ -78,6 +82,8 @@ pub enum Action {
     Stage,
     /// Let it appear at its path.
     Publish,
+    /// Give its mount these options, while it is in use.
+    Remount(Vec<String>),
     /// Grow it to this size at least.
     Grow(Size),
     /// Let it disappear from this path.
@@ -94,6 +100,8 @@ impl fmt::Display for Action {
             Self::Record(applied) => write!(f, "take over {}.toml", applied.name),
             Self::Stage => f.write_str("attach and mount"),
             Self::Publish => f.write_str("publish"),
+            Self::Remount(options) if options.is_empty() => f.write_str("remount without options"),
+            Self::Remount(options) => write!(f, "remount with {}", options.join(",")),
             Self::Grow(size) => write!(f, "grow to {size}"),
             Self::Unpublish(path) => write!(f, "unmount from {}", path.display()),
             Self::Unstage => f.write_str("unmount and detach"),
@@ -141,7 +149,7 @@ fn next(wanted: Option<&WantedFile>, actual: &Actual) -> Next {
         };
     };
     match wanted {
-        Some(wanted) if wanted.desired.has_setup_of(&applied.desired) => {
+        Some(wanted) if is_same_setup(&applied.desired, &wanted.desired) => {
             change(wanted, applied, &actual.presence)
         }
         Some(wanted) if actual.presence == Presence::Absent => record(wanted, None),
@@ -149,12 +157,17 @@ fn next(wanted: Option<&WantedFile>, actual: &Actual) -> Next {
     }
 }
 
-fn record(wanted: &WantedFile, grown_to: Option<Size>) -> Next {
+fn record(wanted: &WantedFile, before: Option<&Applied>) -> Next {
     let (name, desired) = (wanted.name.clone(), wanted.desired.clone());
+    let is_same = |before: &&Applied| {
+        before.desired.path == desired.path && is_same_mount(&before.desired, &desired)
+    };
+    let has_options = before.filter(is_same).is_some_and(|it| it.has_options);
     Next::Act(Action::Record(Box::new(Applied {
         name,
         desired,
-        grown_to,
+        grown_to: before.and_then(|before| before.grown_to),
+        has_options,
     })))
 }
 
@@ -170,8 +183,15 @@ fn change(wanted: &WantedFile, applied: &Applied, presence: &Presence) -> Next {
     if before != path && targets.contains(before) {
         return Next::Act(Action::Unpublish(before.clone()));
     }
+    let has_options = applied.has_options && is_same_mount(&applied.desired, &wanted.desired);
+    if targets.contains(path)
+        && !has_options
+        && let DesiredAccess::Mount { options, .. } = &wanted.desired.access
+    {
+        return Next::Act(Action::Remount(options.clone()));
+    }
     if applied.name != wanted.name || applied.desired != wanted.desired {
-        return record(wanted, applied.grown_to);
+        return record(wanted, Some(applied));
     }
     if !staged {
         return Next::Act(Action::Stage);

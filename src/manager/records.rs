@@ -94,6 +94,7 @@ mod tests {
             name: "data".to_owned(),
             desired: parse("data", "source = {}\nraw.path = '/x'").unwrap(),
             grown_to: Some("4Ki".parse().unwrap()),
+            has_options: true,
         };
         let open = |boot: &str| AppliedRecords::open(dir.path(), boot.to_owned()).unwrap();
         open("one").save("a/b", &applied).unwrap();

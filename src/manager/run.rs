@@ -356,10 +356,13 @@ impl Manager {
                 let call = Call::Stage(stage);
                 self.submit(handle, Request { call, secrets }).await
             }
-            Action::Publish => {
-                let applied = self.applied(handle)?;
-                let publish = calls::publish(&self.node, handle, &applied.desired)?;
-                self.submit(handle, Call::Publish(publish).into()).await
+            Action::Publish => self.publish(handle, self.applied(handle)?).await,
+            Action::Remount(options) => {
+                let mut applied = self.applied(handle)?;
+                applied.has_options = false;
+                self.record(handle, applied.clone()).await?;
+                applied.desired.access.set_options(options);
+                self.publish(handle, applied).await
             }
             Action::Grow(size) => self.grow(handle, *size).await,
             Action::Unpublish(path) => self.unpublish(handle, path.clone()).await,
@@ -401,6 +404,14 @@ impl Manager {
     /// Unmounts the volume there, and removes the mount point.
     async fn unpublish(&self, handle: &str, path: PathBuf) -> Result<(), Failed> {
         self.submit(handle, Call::Unpublish(path).into()).await
+    }
+
+    /// Lets the volume appear at its path with its options, also if it appears there.
+    async fn publish(&self, handle: &str, mut applied: Applied) -> Result<(), Failed> {
+        let publish = calls::publish(&self.node, handle, &applied.desired)?;
+        self.submit(handle, Call::Publish(publish).into()).await?;
+        applied.has_options = true;
+        self.record(handle, applied).await
     }
 
     async fn grow(&self, handle: &str, size: Size) -> Result<(), Failed> {

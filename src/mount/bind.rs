@@ -50,6 +50,19 @@ pub fn bind(
     move_to(&clone, directory, at)
 }
 
+/// Gives a bind mount the attributes that the options name, in place of those that it has,
+/// also while it is in use; it stays read-only or writable. Never blocks on a device.
+pub fn set_attributes(mount: BorrowedFd<'_>, options: &MountOptions) -> io::Result<()> {
+    let kept = MountAttrFlags::MOUNT_ATTR_RDONLY;
+    let others = MountAttrFlags::MOUNT_ATTR_NOSUID
+        | MountAttrFlags::MOUNT_ATTR_NODEV
+        | MountAttrFlags::MOUNT_ATTR_NOEXEC
+        | MountAttrFlags::MOUNT_ATTR_NOSYMFOLLOW
+        | MountAttrFlags::MOUNT_ATTR_NODIRATIME
+        | MountAttrFlags::MOUNT_ATTR__ATIME;
+    mount_setattr(mount, options.attributes().set.difference(kept), others)
+}
+
 #[cfg(test)]
 mod tests {
     use std::{fs, path::Path};
@@ -79,6 +92,38 @@ mod tests {
 
     fn writable(at: &SafePath) -> bool {
         fs::write(at.path().join("file"), "text").is_ok()
+    }
+
+    #[test]
+    fn a_mount_in_use_gets_other_attributes() {
+        let scratch = MountScratch::new();
+        let (stage, target) = (scratch.directory("stage"), scratch.directory("target"));
+        tmpfs(&stage);
+        let source = stage.open().expect("opens");
+        let before = options("noexec,noatime,nosuid");
+        let _ = bind(source.as_fd(), &target, &before, true).expect("bound");
+        let held = fs::File::open(target.path()).expect("opens");
+        let has = || {
+            let mountinfo = fs::read_to_string("/proc/thread-self/mountinfo").expect("read");
+            let path = target.path().to_str().expect("text").to_owned();
+            let mut lines = mountinfo
+                .lines()
+                .map(|line| line.split(' ').collect::<Vec<_>>());
+            let line = lines.find(|fields| fields[4] == path).expect("mounted");
+            line[5].to_owned()
+        };
+        assert_eq!(has(), "ro,nosuid,nodev,noexec,noatime");
+        let root = target.open().expect("opens");
+        for (words, expected) in [
+            ("nodev,nodiratime", "ro,nodev,nodiratime,relatime"),
+            ("nosuid,strictatime,rw", "ro,nosuid"),
+            ("", "ro,relatime"),
+        ] {
+            set_attributes(root.as_fd(), &options(words)).expect("set");
+            assert_eq!(has(), expected, "{words}");
+        }
+        drop((held, root));
+        let _ = unmount(&target).expect("no descriptor is left");
     }
 
     #[test]

@@ -133,6 +133,13 @@ impl MountOptions {
         change
     }
 
+    /// The options without the attributes of a target, which it can get while it is mounted.
+    #[must_use]
+    pub fn without_target_attributes(mut self) -> Self {
+        (self.attributes).retain(|group, _| *group == AttributeGroup::Writing);
+        self
+    }
+
     /// Adds those attributes of `defaults` that these options do not set.
     #[must_use]
     pub fn with_default_attributes(mut self, defaults: &Self) -> Self {

@@ -111,6 +111,9 @@ impl Publishing<'_> {
         let path = place.path().display();
         match place.kind().map_err(Cause::io(format!("look at {path}")))? {
             PathKind::Mount(mounted) if self.record.appears_at(&mounted) => {
+                if self.spec.remount && self.record.usage != Use::Block && !mounted.shut_down {
+                    self.remount(&place)?;
+                }
                 self.refuse_other_access(&place, &mounted)?;
                 already("publish", Done::Already);
                 return Ok(Done::Already);
@@ -147,6 +150,20 @@ impl Publishing<'_> {
             }
         }
         Ok(Done::Now)
+    }
+
+    /// Gives the target the attributes of the options.
+    fn remount(self, place: &SafePath) -> Result<(), Cause> {
+        let path = place.path().display();
+        let target = place.open().map_err(Cause::io(format!("open {path}")))?;
+        let look = PathKind::of(target.as_fd()).map_err(Cause::io(format!("look at {path}")))?;
+        match look {
+            PathKind::Mount(mounted) if self.record.appears_at(&mounted) => {
+                let set = bind::set_attributes(target.as_fd(), self.options);
+                set.map_err(Cause::io(format!("set the mount options at {path}")))
+            }
+            _ => Err(Cause::precondition(format!("it was unmounted from {path}"))),
+        }
     }
 
     /// A target at which the volume appears already.

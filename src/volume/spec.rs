@@ -179,6 +179,8 @@ pub struct Publish {
     pub mode: AccessMode,
     /// The group that shall own the volume, where the driver applies it.
     pub group: Option<FsGroup>,
+    /// Whether a target that is mounted gets the attributes of the options.
+    pub remount: bool,
 }
 
 /// `NodePublishVolume` of an inline ephemeral volume: staged at a place of our
@@ -440,6 +442,7 @@ mod tests {
                 read_only: false,
                 mode: AccessMode::SingleNodeWriter,
                 group: None,
+                remount: false,
             })
         };
         let mounted = || Use::Mount {

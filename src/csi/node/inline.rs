@@ -66,6 +66,7 @@ impl NodeService {
                 read_only: parsed.read_only || request.readonly,
                 mode: parsed.mode,
                 group: parsed.group,
+                remount: false,
             },
             stage: Stage {
                 name: String::new(),

@@ -39,6 +39,8 @@ fn desired(handle: &str, path: &str, options: &str, size: Option<i64>) -> Desire
 struct Staged {
     setup: Desired,
     complete: bool,
+    /// What its target has of the mount options.
+    mounted_as: Option<Desired>,
     /// By path: whether it is in use.
     targets: BTreeMap<PathBuf, bool>,
     size: i64,
@@ -230,10 +232,11 @@ impl World {
                 let staged = self.managed.entry(handle.to_owned()).or_insert(Staged {
                     setup: applied.desired.clone(),
                     complete: false,
+                    mounted_as: None,
                     targets: BTreeMap::new(),
                     size: 1,
                 });
-                if !staged.setup.has_setup_of(&applied.desired) {
+                if !is_same_setup(&staged.setup, &applied.desired) {
                     return Err(Kind::Conflict);
                 }
                 staged.complete = !midway;
@@ -245,6 +248,23 @@ impl World {
                 }
                 let staged = self.managed.get_mut(handle).ok_or(Kind::Precondition)?;
                 staged.targets.insert(path, false);
+                let applied = self.applied.get_mut(handle).expect("recorded before");
+                staged.mounted_as = Some(applied.desired.clone());
+                applied.has_options = !midway;
+            }
+            Action::Remount(options) => {
+                let applied = self.applied.get_mut(handle).expect("recorded before");
+                let staged = self.managed.get_mut(handle).ok_or(Kind::Precondition)?;
+                if !staged.targets.contains_key(&applied.desired.path) {
+                    return Err(Kind::Precondition);
+                }
+                let mut now = applied.desired.clone();
+                now.access.set_options(options);
+                staged.mounted_as = Some(now.clone());
+                applied.has_options = !midway;
+                if !midway {
+                    applied.desired = now;
+                }
             }
             Action::Grow(size) => {
                 let staged = self.managed.get_mut(handle).ok_or(Kind::NotFound)?;
@@ -348,7 +368,9 @@ impl World {
         assert_eq!(handles, table.volumes.keys().collect::<Vec<_>>());
         for (handle, staged) in &self.managed {
             let wanted = &table.volumes[handle].desired;
-            assert!(staged.complete && staged.setup.has_setup_of(wanted));
+            assert!(staged.complete && is_same_setup(&staged.setup, wanted));
+            let mounted_as = staged.mounted_as.as_ref().expect("published");
+            assert!(is_same_mount(mounted_as, wanted), "{mounted_as:?}");
             assert_eq!(staged.targets.keys().collect::<Vec<_>>(), [&wanted.path]);
             assert!(wanted.size.is_none_or(|size| staged.size >= size.bytes()));
         }
@@ -369,7 +391,7 @@ fn fault() -> impl Strategy<Value = Fault> {
 fn event() -> impl Strategy<Value = Event> {
     let (file, handle) = (sample::select(&FILES[..]), sample::select(&HANDLES[..]));
     let path = sample::select(&PATHS[..]);
-    let options = sample::select(vec!["noatime", "sync"]);
+    let options = sample::select(vec!["noatime", "sync", "noexec", "sync,noexec"]);
     let size = prop::option::of(0..3i64);
     let fields = (handle.clone(), path.clone(), options, size);
     let any_desired =
@@ -467,7 +489,7 @@ fn a_dry_run_says_what_changed() {
     );
     world.happen(Event::Write("a", desired("v1", "/m/2", "sync", Some(4))));
     let changed = run(&world);
-    assert_eq!(changed.reason, "a.toml changed: mount, path, size");
+    assert_eq!(changed.reason, "a.toml changed: options, path, size");
     let actions: Vec<_> = changed.actions.iter().map(ToString::to_string).collect();
     let expected = [
         "unmount from /m/1",
@@ -487,6 +509,28 @@ fn a_dry_run_says_what_changed() {
     let gone = run(&world);
     assert_eq!(gone.reason, "it is not mounted at /m/1");
     assert_eq!(gone.actions, [Action::Publish]);
+}
+
+#[test]
+fn options_of_the_mount_change_in_place() {
+    let mut world = mounted();
+    world.happen(Event::Use("/m/1", true));
+    world.happen(Event::Write("a", desired("v1", "/m/1", "noexec", Some(2))));
+    let run = dry_run(&world.table(), &world.actual())
+        .remove("v1")
+        .unwrap();
+    let remount = Action::Remount(vec!["noexec".to_owned()]);
+    assert_eq!(run.actions, [remount]);
+    assert_eq!(run.reason, "a.toml changed: options");
+    world.begin();
+    world.end("v1", Fault::None);
+    assert_eq!(world.plan(), Plan::default());
+    // Another spelling of the same.
+    world.happen(Event::Write(
+        "a",
+        desired("v1", "/m/1", "exec,noexec", Some(2)),
+    ));
+    assert!(matches!(only(&world), Action::Record(_)));
 }
 
 #[test]
