@@ -26,13 +26,14 @@ build: ## Build the agents, the supervisor and uringctl
 	@scripts/setup.sh build
 	cargo build --profile $(PROFILE) --bins
 
-# BACKEND=nbd, rbd or nfs; on the test kernel if this kernel lacks the driver. FAULTS=1: a
-# disk that hangs, a killed agent, foreign data, with image files on this kernel.
+# BACKEND=nbd, rbd or nfs; on the test kernel if this kernel lacks the driver.
+# BACKEND=manager: volumes that files ask for, of three backends. FAULTS=1: a disk that hangs,
+# a killed agent, foreign data, with image files on this kernel.
 demo: ## Show the whole life of volumes on this machine
 	@$(first_time)
 	@scripts/setup.sh demo
 	cargo build --profile $(PROFILE) $(AGENTS)
-	@scripts/demo$(if $(FAULTS),_faults).sh
+	@scripts/demo$(if $(FAULTS),_faults,$(if $(filter manager,$(BACKEND)),_manager)).sh
 
 run: ## Run both agents with a fresh pool until ^C
 	@$(first_time)

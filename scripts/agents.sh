@@ -1,4 +1,4 @@
-# Sourced by demo.sh, demo_faults.sh and run.sh: starts a node agent and a controller in a temporary
+# Sourced by the demos and by run.sh: starts a node agent and a controller in a temporary
 # directory, and removes everything at exit.
 # shellcheck shell=bash
 
@@ -24,6 +24,7 @@ pools=()
 node_flags=()
 class=()
 mounted=()
+nfs_port=20490
 export URING_CSI_NODE_ENDPOINT=unix://$work/run/node.sock
 export URING_CSI_CONTROLLER_ENDPOINT=unix://$work/run/controller.sock
 
@@ -137,7 +138,7 @@ JSON
 }
 
 serve_nfs() {
-  local port=20490
+  local port=$nfs_port
   echo "starting an NFS server"
   mkdir -p "$work"/{export,recovery}
   cat >"$work/ganesha.conf" <<CONF
@@ -146,12 +147,18 @@ NFSV4 { Graceless = true; RecoveryBackend = fs; RecoveryRoot = $work/recovery; }
 NFS_KRB5 { Active_krb5 = false; }
 EXPORT { Export_Id = 1; Path = $work/export; Pseudo = /share; Protocols = 4; Access_Type = RW; Squash = No_Root_Squash; SecType = sys; FSAL { Name = VFS; } }
 CONF
-  ganesha.nfsd -F -f "$work/ganesha.conf" -p "$work/ganesha.pid" -L "$work/ganesha.log" &
-  pids+=($!)
-  until_listening $! $port
+  start_nfs_server
   controller_flags=(--nfs-export "127.0.0.1:/share=$work/export")
   class=(--parameter server=127.0.0.1 --parameter share=/share)
   mounted=(--mount-option "port=$port")
+}
+
+# Sets `nfs_server` to its process id.
+start_nfs_server() {
+  ganesha.nfsd -F -f "$work/ganesha.conf" -p "$work/ganesha.pid" -L "$work/ganesha.log" &
+  nfs_server=$!
+  pids+=("$nfs_server")
+  until_listening "$nfs_server" "$nfs_port"
 }
 
 # Its process id is then the last of `pids`.

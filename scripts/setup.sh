@@ -4,7 +4,7 @@
 # [PART]` only prints their names. The parts:
 #
 #   build  a compiler and what the programs link
-#   demo   build, and what the demo of BACKEND (loop, nbd, rbd or nfs) runs
+#   demo   build, and what the demo of BACKEND (loop, nbd, rbd, nfs or manager) runs
 #   run    demo, and the tools of all file systems
 #   images build, and what builds and runs images and the Debian package
 #   lint   test, and rustfmt, clippy, what builds and validates the manifests, Prometheus
@@ -72,7 +72,11 @@ packages() {
       groups+=("$BACKEND")
       modprobe -q "${BACKEND/nfs/nfsv4}" 2>/dev/null || groups+=(kernel)
       ;;
-    demo:* | run:*) fail "BACKEND=$BACKEND: must be loop, nbd, rbd or nfs" ;;
+    demo:manager)
+      groups+=(nbd nfs)
+      modprobe -q -a nbd nfsv4 2>/dev/null || groups+=(kernel)
+      ;;
+    demo:* | run:*) fail "BACKEND=$BACKEND: must be loop, nbd, rbd, nfs or, for the demo, manager" ;;
   esac
   for group in "${groups[@]}"; do
     local -n those=$group
