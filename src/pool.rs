@@ -7,11 +7,13 @@
 //! POOL/.uring-csi/           all other files, so that a server of the directory
 //!                            (`nbdkit file dir=POOL`) exports images only
 //!     claims/IMAGE/*.json    which node has the image attached: [`claim`]
+//!     claims/.spare-*/       for deletes while the file system is full: [`spares`]
 //!     names/ volumes/        the controller's catalogue: `provision::catalogue`
 //!     snapnames/ snapshots/  the same for snapshots, with their images
 //!     mkfs/IMAGE             a mkfs of the image is in progress: [`format_marker`]
 //!     scope                  `local` or `shared`, set at the first use of the pool:
 //!                            [`Pool::initialize`]
+//!     spare/                 files for the same
 //!     tmp/                   work in progress, locked by its writer: [`draft`]
 //! ```
 //!
@@ -46,6 +48,7 @@ pub mod format_marker;
 pub mod handle;
 mod room;
 mod scope;
+mod spares;
 mod spec;
 
 pub use room::Room;

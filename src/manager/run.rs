@@ -388,7 +388,10 @@ impl Manager {
     /// volume neither attached nor from another path.
     async fn leave(&self, handle: &str, path: PathBuf) -> Result<(), Failed> {
         match self.unpublish(handle, path.clone()).await {
-            Err(Failed { kind, error }) if matches!(kind, Kind::Invalid | Kind::Precondition) => {
+            Err(Failed {
+                kind: Kind::Invalid | Kind::Precondition,
+                error,
+            }) => {
                 tracing::warn!(
                     volume_id = handle,
                     path = %path.display(),

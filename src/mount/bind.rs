@@ -101,7 +101,7 @@ mod tests {
         tmpfs(&stage);
         let source = stage.open().expect("opens");
         let before = options("noexec,noatime,nosuid");
-        let _ = bind(source.as_fd(), &target, &before, true).expect("bound");
+        bind(source.as_fd(), true, &target, &before, true).expect("bound");
         let held = fs::File::open(target.path()).expect("opens");
         let has = || {
             let mountinfo = fs::read_to_string("/proc/thread-self/mountinfo").expect("read");

@@ -15,11 +15,10 @@
 //! A node that holds its claim already need not read again. A claim is valid only for the
 //! boot in which it was made: a node replaces its own claim of another boot, which is
 //! stale; in a local pool, which has one node only, it ignores every claim of another
-//! boot. Hence nothing here is fsynced.
+//! boot. Hence no node fsyncs its claim.
 //!
-//! A controller claims an image in the same way while it copies or deletes it,
-//! in the name of a [`Draft`] that it keeps locked meanwhile: once the lock is gone, that
-//! claim is stale, too.
+//! A controller claims an image in the same way while it copies or deletes it, by a
+//! [`ControllerClaim`], which ends with its process.
 
 use std::{
     collections::BTreeMap,
@@ -27,7 +26,7 @@ use std::{
     fs::{self, File},
     io::{self, Read as _},
     os::{
-        fd::{AsFd as _, BorrowedFd},
+        fd::BorrowedFd,
         unix::{ffi::OsStrExt as _, fs::FileExt as _},
     },
     path::{Path, PathBuf},
@@ -42,13 +41,18 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Pool, PoolError, Scope,
-    draft::{self, Draft, Durability::Volatile},
+    draft::{self, Durability::Volatile},
     handle::NodeHash,
+    spares::SPARE_DIR,
 };
 use crate::{
     Done, Kind, crash_point,
     kernel::{BOOT_ID, boot_id},
 };
+
+mod controller;
+
+pub use controller::ControllerClaim;
 
 /// The other claims that a claim allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,8 +79,7 @@ impl Sharing {
 /// A node's claim of an image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claim {
-    /// The node's id; for a controller, a name that [`Claim::by_controller`]
-    /// makes.
+    /// The node's id; for a controller, a name that [`ControllerClaim`] makes.
     pub node_id: String,
     /// The boot id of its kernel: [`crate::kernel::boot_id`].
     pub boot_id: String,
@@ -91,17 +94,6 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// A controller's claim, valid as long as `token` is locked.
-    pub fn by_controller(token: &Draft, boot_id: &str, access: Sharing) -> Self {
-        Self {
-            node_id: format!("{CONTROLLER}{}", token.id()),
-            boot_id: boot_id.to_owned(),
-            volume_id: String::new(),
-            access,
-            read_only: access == Sharing::Readers,
-        }
-    }
-
     /// The id of the draft that a controller's claim depends on.
     fn token(&self) -> Option<&str> {
         self.node_id.strip_prefix(CONTROLLER)
@@ -217,12 +209,15 @@ fn process_lock(pool: &Pool) -> Arc<Mutex<()>> {
     locks.entry(pool.dir.clone()).or_default().clone()
 }
 
-/// Claims an image for a node. [`Done::Already`]: the node holds the same claim.
+/// [`claim_in`] the pool's directory, which it opens.
+#[cfg(test)]
 pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError> {
+    use std::os::fd::AsFd as _;
     claim_in(pool, pool.open_dir()?.as_fd(), image, claim)
 }
 
-/// [`claim`] in the pool's directory `dir`, which is open.
+/// Claims an image for a node, in the pool's directory `dir`, which is open.
+/// [`Done::Already`]: the node holds the same claim.
 pub fn claim_in(
     pool: &Pool,
     dir: BorrowedFd<'_>,
@@ -249,39 +244,35 @@ pub fn claim_in(
     }
     let written = write(pool, &mine, claim, ClaimState::Asking)?;
     crash_point();
-    let conflict = others(pool, image, &mine, &claim.boot_id).map(|others| {
-        others
-            .into_iter()
-            .find(|(_, other)| claim.conflicts_with(other))
-    });
-    match conflict {
-        Ok(None) => {
-            let held = text_of(claim, ClaimState::Held);
-            let rewritten = written.write_all_at(&held, 0);
-            rewritten.map_err(|e| pool.io("write", &mine, e))?;
-            crash_point();
-            Ok(Done::Now)
-        }
-        Ok(Some((_, owner))) => {
-            restore(pool, image, &mine, before)?;
-            let how_to_release = how_to_release(&owner, pool, &claim.boot_id);
-            let (pool, image) = (pool.name.clone(), image.to_owned());
-            Err(if owner.token().is_some() {
-                ClaimError::UsedByController { pool, image }
-            } else {
-                ClaimError::OwnedBy {
-                    pool,
-                    image,
-                    node: owner.node_id,
-                    how_to_release,
-                }
-            })
-        }
-        Err(error) => {
-            restore(pool, image, &mine, before)?;
-            Err(error)
-        }
+    if let Err(error) = refuse_conflict(pool, image, &mine, claim) {
+        restore(pool, image, &mine, before)?;
+        return Err(error);
     }
+    let held = text_of(claim, ClaimState::Held);
+    let rewritten = written.write_all_at(&held, 0);
+    rewritten.map_err(|e| pool.io("write", &mine, e))?;
+    crash_point();
+    Ok(Done::Now)
+}
+
+/// Fails where there is a claim besides `mine` that conflicts with this one.
+fn refuse_conflict(pool: &Pool, image: &str, mine: &Path, claim: &Claim) -> Result<(), ClaimError> {
+    let mut others = others(pool, image, mine, &claim.boot_id)?.into_iter();
+    let Some((_, owner)) = others.find(|(_, other)| claim.conflicts_with(other)) else {
+        return Ok(());
+    };
+    let how_to_release = how_to_release(&owner, pool, &claim.boot_id);
+    let (pool, image) = (pool.name.clone(), image.to_owned());
+    Err(if owner.token().is_some() {
+        ClaimError::UsedByController { pool, image }
+    } else {
+        ClaimError::OwnedBy {
+            pool,
+            image,
+            node: owner.node_id,
+            how_to_release,
+        }
+    })
 }
 
 /// Releases a node's claim.
@@ -298,10 +289,16 @@ pub fn owners(pool: &Pool, image: &str) -> Result<Vec<Claim>, ClaimError> {
     Ok(claims.filter(|claim| claim.token().is_none()).collect())
 }
 
-/// Removes the claims of a deleted image.
+/// Removes the claims of a deleted image. Their directory may have been a spare one.
 pub fn forget(pool: &Pool, image: &str) -> Result<(), ClaimError> {
-    for path in list(pool, &claims_dir(pool, image))? {
-        let _: Done = remove(pool, image, &path)?;
+    let dir = claims_dir(pool, image);
+    for path in list(pool, &dir)? {
+        let removed = draft::remove(&path, Volatile);
+        let _: Done = removed.map_err(|e| pool.io("remove", &path, e))?;
+    }
+    if pool.spares().give_back_dir(&dir).is_err() {
+        // Fails where it is gone.
+        let _ = fs::remove_dir(&dir);
     }
     Ok(())
 }
@@ -326,7 +323,7 @@ pub fn sweep(pool: &Pool) -> Result<(), ClaimError> {
             }
         }
         // Fails while another claim is in the directory.
-        let _ = fs::remove_dir(&dir);
+        let _ = (!is_spare_dir(&dir)).then(|| fs::remove_dir(&dir));
     }
     Ok(())
 }
@@ -346,6 +343,11 @@ pub fn claimed_by(pool: &Pool, node_id: &str) -> Result<Vec<String>, ClaimError>
         }
     }
     Ok(images)
+}
+
+fn is_spare_dir(dir: &Path) -> bool {
+    let name = dir.file_name().and_then(|name| name.to_str());
+    name.is_some_and(|name| name.starts_with(SPARE_DIR))
 }
 
 /// The file of a node's claim of an image.
@@ -416,31 +418,40 @@ fn list(pool: &Pool, dir: &Path) -> Result<Vec<PathBuf>, PoolError> {
 }
 
 fn read(pool: &Pool, path: &Path) -> Result<Option<Marker>, ClaimError> {
-    let mut bytes = vec![0; MARKER];
-    let found = File::open(path).and_then(|mut file| {
-        let length = file.read(&mut bytes)?;
-        bytes.truncate(length);
-        // A read of a file returns less than was asked for only at the end.
-        if length == MARKER {
-            file.take(LONGEST).read_to_end(&mut bytes)?;
+    let mut last = None;
+    loop {
+        let bytes = match read_bytes(path) {
+            Ok(bytes) => bytes,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(pool.io("read", path, e).into()),
+        };
+        // The file was written whole: only a power loss empties it, and ends the claim of
+        // the one node of a local pool.
+        if bytes.is_empty() && pool.scope == Scope::Local {
+            return Ok(None);
         }
-        Ok(())
-    });
-    match found {
-        Ok(()) => {}
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(pool.io("read", path, e).into()),
+        match serde_json::from_slice(&bytes) {
+            Ok(marker) => return Ok(Some(marker)),
+            // Half of it may be of the state that its owner has just overwritten.
+            Err(_) if last.as_ref() != Some(&bytes) => last = Some(bytes),
+            Err(source) => {
+                let path = path.to_owned();
+                return Err(ClaimError::Corrupt { path, source });
+            }
+        }
     }
-    // The file was written whole: only a power loss empties it, and ends the claim of the
-    // one node of a local pool.
-    if bytes.is_empty() && pool.scope == Scope::Local {
-        return Ok(None);
+}
+
+fn read_bytes(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; MARKER];
+    let mut file = File::open(path)?;
+    let length = file.read(&mut bytes)?;
+    bytes.truncate(length);
+    // A read of a file returns less than was asked for only at the end.
+    if length == MARKER {
+        file.take(LONGEST).read_to_end(&mut bytes)?;
     }
-    let marker = serde_json::from_slice(&bytes).map_err(|source| ClaimError::Corrupt {
-        path: path.to_owned(),
-        source,
-    })?;
-    Ok(Some(marker))
+    Ok(bytes)
 }
 
 /// Writes a claim; returns its file, to change the state in place.

@@ -8,7 +8,7 @@
 use std::{
     fs::File,
     io::{self, Write as _},
-    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
+    os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     sync::{
         LazyLock,
@@ -22,6 +22,7 @@ use rustix::{
 };
 use uuid::Uuid;
 
+use super::spares::{Spares, is_full, is_spare};
 use crate::{Done, crash_point};
 
 /// Whether a change must outlive a power cut.
@@ -33,20 +34,28 @@ pub enum Durability {
     Durable,
 }
 
-/// An unfinished file. Dropping it before it is placed removes it.
+/// An unfinished file. Dropping it before it is placed removes it, or unlocks a spare one.
 #[derive(Debug)]
 pub struct Draft {
     file: File,
     path: PathBuf,
+    id: String,
+    is_spare: bool,
 }
 
 impl Draft {
     /// Makes an empty draft in the directory `tmp`.
     pub fn new(tmp: &Path) -> io::Result<Self> {
         loop {
-            let path = tmp.join(unique_name());
+            let id = unique_name();
+            let path = tmp.join(&id);
             let file = create(&path)?;
-            let draft = Self { file, path };
+            let draft = Self {
+                file,
+                path,
+                id,
+                is_spare: false,
+            };
             // Only a sweep can have locked it, for a moment, and then removes it.
             flock(&draft.file, FlockOperation::LockExclusive)?;
             if is_at(&draft.file, &draft.path) {
@@ -55,10 +64,55 @@ impl Draft {
         }
     }
 
-    /// Its unique name in `tmp`.
+    /// Makes a durable draft of what `content` makes of its id, in the directory `tmp`; of a
+    /// spare file where the file system is full. That may be longer, and ends in spaces.
+    pub fn written(
+        tmp: &Path,
+        spares: &Spares,
+        content: impl Fn(&str) -> Vec<u8>,
+    ) -> io::Result<Self> {
+        match Self::new(tmp).and_then(|draft| draft.fill(&content)) {
+            Err(full) if is_full(&full) => Self::of_spare(spares)?.ok_or(full)?.fill(&content),
+            made => made,
+        }
+    }
+
+    /// A spare file that no other call has locked.
+    fn of_spare(spares: &Spares) -> io::Result<Option<Self>> {
+        for (id, path) in spares.files()? {
+            let file = match open_to_lock(&path) {
+                Ok(file) => file,
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                Err(e) => return Err(e),
+            };
+            // A dead controller's claim may be a link of it until the next start.
+            if try_lock(&file)? && is_at(&file, &path) && file.metadata()?.nlink() == 1 {
+                crash_point();
+                return Ok(Some(Self {
+                    file,
+                    path,
+                    id,
+                    is_spare: true,
+                }));
+            }
+        }
+        Ok(None)
+    }
+
+    fn fill(self, content: impl Fn(&str) -> Vec<u8>) -> io::Result<Self> {
+        let mut bytes = content(self.id());
+        // Not shortened, so that a spare file keeps its blocks.
+        let found = usize::try_from(self.file.metadata()?.len()).unwrap_or_default();
+        bytes.resize(found.max(bytes.len()), b' ');
+        self.file.write_all_at(&bytes, 0)?;
+        // NFS says only here that the server has no room.
+        self.file.sync_all()?;
+        Ok(self)
+    }
+
+    /// Its unique path from `tmp`.
     pub fn id(&self) -> &str {
-        let name = self.path.file_name().and_then(|name| name.to_str());
-        name.expect("a draft has an ASCII name")
+        &self.id
     }
 
     /// The file to write to.
@@ -78,6 +132,26 @@ impl Draft {
         crash_point();
         sync_parent(path, durability)?;
         Ok(Done::Now)
+    }
+
+    /// Moves a written draft to `path`, in place of a file there, durably.
+    pub fn replace(self, path: &Path) -> io::Result<()> {
+        crash_point();
+        std::fs::rename(&self.path, path)?;
+        crash_point();
+        sync_parent(path, Durability::Durable)
+    }
+
+    /// Gives it a second name, which does not end with it.
+    pub fn link(&self, path: &Path) -> io::Result<()> {
+        let linked = std::fs::hard_link(&self.path, path);
+        linked.map_err(|error| match error.kind() {
+            // A sweep of another machine, as after NFS lost the lock.
+            io::ErrorKind::NotFound if !is_at(&self.file, &self.path) => {
+                io::Error::other(format!("{} was removed", self.path.display()))
+            }
+            _ => error,
+        })
     }
 
     /// [`Draft::place_new`], durable, of a file that stays locked for as long
@@ -100,7 +174,9 @@ impl Draft {
 impl Drop for Draft {
     fn drop(&mut self) {
         // After a rename this name is gone; after a link it is a second name of the inode.
-        let _ = std::fs::remove_file(&self.path);
+        if !self.is_spare {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -166,6 +242,17 @@ pub fn remove(path: &Path, how: Durability) -> io::Result<Done> {
     }
     crash_point();
     sync_parent(path, how)?;
+    Ok(Done::Now)
+}
+
+/// Removes a file durably, and makes it a spare one again if it was.
+pub fn remove_or_give_back(path: &Path, spares: &Spares) -> io::Result<Done> {
+    let was_spare = std::fs::metadata(path).is_ok_and(|found| is_spare(&found));
+    if !was_spare || spares.give_back_file(path).is_err() {
+        return remove(path, Durability::Durable);
+    }
+    crash_point();
+    sync_parent(path, Durability::Durable)?;
     Ok(Done::Now)
 }
 

@@ -123,10 +123,8 @@ fn at_most_one_concurrent_exclusive_claim_succeeds() {
 fn a_controller_s_claim_ends_with_its_draft() {
     let (_dir, pool) = pool();
     let boot = boot_id().unwrap();
-    let tmp = pool.meta_dir("tmp").unwrap();
-    let token = Draft::new(&tmp).unwrap();
-    let copying = Claim::by_controller(&token, &boot, Sharing::Readers);
-    assert_eq!(claim(&pool, IMAGE, &copying).unwrap(), Done::Now);
+    let copying = ControllerClaim::new(&pool, &boot, Sharing::Readers).unwrap();
+    copying.take(&pool, IMAGE).unwrap();
 
     let writer = by("a", "1", Sharing::Shared);
     let error = claim(&pool, IMAGE, &writer).unwrap_err();
@@ -140,7 +138,7 @@ fn a_controller_s_claim_ends_with_its_draft() {
     };
     assert_eq!(claim(&pool, IMAGE, &reader).unwrap(), Done::Now);
     assert_eq!(owners(&pool, IMAGE).unwrap(), [reader]);
-    drop(token);
+    drop(copying);
     assert_eq!(claim(&pool, IMAGE, &writer).unwrap(), Done::Now);
     forget(&pool, IMAGE).unwrap();
     assert!(!claims_dir(&pool, IMAGE).exists());

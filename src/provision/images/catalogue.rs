@@ -203,15 +203,22 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
         Ok(held.map(|(held, _)| held))
     }
 
-    /// Records that `entry` is complete, or being deleted.
+    /// Records that `entry` is being made, complete, or being deleted. The last needs no room.
     pub fn record_as(&self, entry: &CatalogueEntry<K>) -> Result<(), ProvisionError> {
         let tmp = self.pool.meta_dir("tmp")?;
         self.pool.meta_dir(K::RECORDS)?;
         let path = self.record(entry.id);
         let bytes = serde_json::to_vec_pretty(entry).expect("a record is plain data");
-        draft::replace(&tmp, &path, &bytes, Durable)
-            .map(drop)
-            .map_err(|e| failed("write", &path, e))
+        let recorded = match entry.state {
+            EntryState::Deleting => {
+                let written = Draft::written(&tmp, &self.pool.spares(), |_| bytes.clone());
+                written.and_then(|draft| draft.replace(&path))
+            }
+            EntryState::Making | EntryState::Ready => {
+                draft::replace(&tmp, &path, &bytes, Durable).map(drop)
+            }
+        };
+        recorded.map_err(|e| failed("write", &path, e))
     }
 
     /// Undoes a failed create of this process, of which no caller knows. It removes the
@@ -249,7 +256,9 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
         if let Some(held) = held.filter(|held| held.id == entry.id) {
             let _ = remove(&held.path)?;
         }
-        remove(&self.record(entry.id)).map(drop)
+        let record = self.record(entry.id);
+        let removed = draft::remove_or_give_back(&record, &self.pool.spares());
+        removed.map(drop).map_err(|e| failed("remove", &record, e))
     }
 
     fn remove_image(&self, id: Uuid, why: &str) -> Result<(), ProvisionError> {

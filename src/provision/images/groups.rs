@@ -29,7 +29,7 @@ use crate::{
     crash_point,
     pool::{
         Pool,
-        claim::{self, Claim, Sharing},
+        claim::{ControllerClaim, Sharing},
         draft::Draft,
         handle::{GroupHandle, SnapshotHandle},
     },
@@ -214,16 +214,15 @@ impl ImageStore {
         drafts: &[Draft],
     ) -> Result<SystemTime, ProvisionError> {
         let tmp = pool.meta_dir("tmp")?;
-        let token = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
         let mut claims = Claims {
             pool,
-            claim: self.claim_for(&token, Sharing::Readers),
+            claim: ControllerClaim::new(pool, &self.boot_id, Sharing::Readers)?,
             images: Vec::new(),
         };
         let mut leases = Vec::new();
         for GroupMember { origin, .. } in members {
             let image = origin.volume_image.clone().unwrap_or_default();
-            let _: crate::Done = claim::claim(pool, &image, &claims.claim)?;
+            claims.claim.take(pool, &image)?;
             claims.images.push(image.clone());
             let looked = loop_device(&image, true);
             let looked = looked.map_err(|e| failed("look for a loop device over", &origin.path, e));
@@ -358,14 +357,14 @@ impl ImageStore {
 /// The claims of a controller, until they are dropped.
 struct Claims<'p> {
     pool: &'p Pool,
-    claim: Claim,
+    claim: ControllerClaim,
     images: Vec<String>,
 }
 
 impl Drop for Claims<'_> {
     fn drop(&mut self) {
         for image in &self.images {
-            if let Err(error) = claim::release(self.pool, image, &self.claim.node_id) {
+            if let Err(error) = self.claim.release(self.pool, image) {
                 // It is stale once the token is gone.
                 tracing::warn!(image, %error, "a controller's claim stays until the next start");
             }

@@ -16,7 +16,7 @@ use crate::{
     crash_point,
     pool::{
         Pool, PoolError,
-        claim::{self, ClaimError, Sharing},
+        claim::{ClaimError, ControllerClaim, Sharing},
         draft::Draft,
     },
 };
@@ -96,12 +96,10 @@ impl ImageStore {
             return copied.map(drop).map_err(cannot);
         };
         // In the pool of the image, where others look for its lock.
-        let tmp = origin.pool.meta_dir("tmp")?;
-        let token = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
-        let claim = self.claim_for(&token, Sharing::Readers);
+        let claim = ControllerClaim::new(origin.pool, &self.boot_id, Sharing::Readers)?;
         let at_no_point_in_time = |holder| at_no_point_in_time(origin.pool, holder);
-        match claim::claim(origin.pool, image, &claim) {
-            Ok(_) => {}
+        match claim.take(origin.pool, image) {
+            Ok(()) => {}
             Err(held @ ClaimError::OwnedBy { .. }) => return Err(at_no_point_in_time(held.into())),
             Err(error) => return Err(error.into()),
         }
@@ -110,9 +108,9 @@ impl ImageStore {
             Ok(Some(holder)) => Err(at_no_point_in_time(holder)),
             Ok(None) => copy_unwritten(draft, origin, image, &running),
         };
-        let released = claim::release(origin.pool, image, &claim.node_id);
+        let released = claim.release(origin.pool, image);
         copied?;
-        released.map(drop).map_err(ProvisionError::from)
+        released.map_err(ProvisionError::from)
     }
 }
 

@@ -14,8 +14,7 @@ use crate::{
     crash_point,
     pool::{
         Pool, PoolError,
-        claim::{self, Claim, Sharing},
-        draft::Draft,
+        claim::{self, ControllerClaim, Sharing},
         format_marker,
     },
 };
@@ -61,11 +60,6 @@ impl ImageStore {
         })
     }
 
-    /// The claim of a copy or delete, good while `token` lives.
-    pub(super) fn claim_for(&self, token: &Draft, access: Sharing) -> Claim {
-        Claim::by_controller(token, &self.boot_id, access)
-    }
-
     /// Deletes the entry of `id`, if there is one.
     pub(super) fn delete<K: EntryKind>(&self, pool: &Pool, id: Uuid) -> Result<(), ProvisionError> {
         let catalogue = Catalogue::<K>::of(pool);
@@ -85,12 +79,12 @@ impl ImageStore {
         held: Option<&ReservationLock>,
     ) -> Result<(), ProvisionError> {
         let catalogue = Catalogue::of(pool);
-        let tmp = pool.meta_dir("tmp")?;
-        let token = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
-        let claim = self.claim_for(&token, Sharing::Exclusive);
         let image = format!("{}.img", entry.id);
-        if K::IS_CLAIMED {
-            let _: crate::Done = claim::claim(pool, &image, &claim)?;
+        let claim = K::IS_CLAIMED
+            .then(|| ControllerClaim::new(pool, &self.boot_id, Sharing::Exclusive))
+            .transpose()?;
+        if let Some(claim) = &claim {
+            claim.take(pool, &image)?;
         }
         let mut erase = || {
             let path = K::image(pool, entry.id);
@@ -118,12 +112,13 @@ impl ImageStore {
             catalogue.erase(&entry, held, why)
         };
         let erased = erase();
-        if K::IS_CLAIMED {
+        if let Some(claim) = claim {
             match &erased {
                 Ok(()) => claim::forget(pool, &image)?,
-                Err(_) => drop(claim::release(pool, &image, &claim.node_id)?),
+                Err(_) => claim.release(pool, &image)?,
             }
         }
+        pool.refill_spares();
         erased
     }
 }

@@ -29,6 +29,9 @@ impl ImageStore {
             self.sweep_kind::<SnapshotDetail>(pool, &mut errors);
             self.sweep_kind::<GroupDetail>(pool, &mut errors);
             errors.extend(claim::sweep(pool).err().map(ProvisionError::from));
+            if pool.is_initialized().is_ok_and(|is| is) {
+                pool.refill_spares();
+            }
         }
         errors
     }

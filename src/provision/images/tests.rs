@@ -23,6 +23,7 @@ mod blocks;
 mod copied;
 mod crashes;
 mod exported;
+mod full;
 mod groups;
 mod kept;
 mod pages;
@@ -137,11 +138,8 @@ impl Home {
             .unwrap()
     }
 
-    /// What is in the pool, its metadata included, but for the pool's own.
     fn files(&self) -> Vec<String> {
-        let mut files = files_below(self.dir.path());
-        files.retain(|file| !file.ends_with("/.uring-csi/scope"));
-        files
+        files_of(self.pool())
     }
 
     fn claim(&self, volume: &VolumeInfo, node: &str) {
@@ -158,6 +156,14 @@ impl Home {
     fn release(&self, volume: &VolumeInfo, node: &str) {
         let _ = claim::release(self.pool(), &volume.context["image"], node).unwrap();
     }
+}
+
+/// What is in a pool, its metadata included, but for the pool's own.
+fn files_of(pool: &Pool) -> Vec<String> {
+    let own = ["/.uring-csi/scope", "/.uring-csi/spare/"];
+    let mut files = files_below(&pool.dir);
+    files.retain(|file| !own.iter().any(|own| file.contains(own)));
+    files
 }
 
 fn files_below(dir: &Path) -> Vec<String> {

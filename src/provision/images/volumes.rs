@@ -72,6 +72,7 @@ impl ImageStore {
             });
         }
         pool.initialize()?;
+        pool.refill_spares();
         let smallest = least(&parameters.file_systems(&new.uses)?);
         let detail = VolumeDetail {
             parameters,

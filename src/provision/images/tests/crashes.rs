@@ -66,7 +66,7 @@ async fn make_group(images: &Stores) {
 }
 
 /// Deletes everything that is still listed.
-async fn unmake(images: &Stores) {
+pub(super) async fn unmake(images: &Stores) {
     let snapshots = images
         .list_snapshots(ListRequest::default(), None, none())
         .await;
@@ -99,7 +99,7 @@ async fn victim() {
 }
 
 /// Whether it was ended before it was done.
-fn crashes(dir: &Path, does: &str, at: usize) -> bool {
+pub(super) fn crashes(dir: &Path, does: &str, at: usize) -> bool {
     let victim = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "--ignored", "--test-threads=1"])
         .arg("provision::images::tests::crashes::victim")
