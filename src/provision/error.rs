@@ -377,13 +377,14 @@ impl ProvisionError {
 }
 
 /// The scheduler handles a full file system, the caller a file too large for it, the
-/// administrator an unsupported operation (preallocate); other errors may pass.
+/// administrator an unsupported operation (preallocate) and names that are too long; other
+/// errors may pass.
 fn of_io(error: &io::Error) -> Kind {
     use io::ErrorKind as E;
     match error.kind() {
         E::StorageFull | E::QuotaExceeded => Kind::Exhausted,
         E::FileTooLarge => Kind::OutOfRange,
-        E::Unsupported => Kind::Precondition,
+        E::Unsupported | E::InvalidFilename => Kind::Precondition,
         _ => Kind::Transient,
     }
 }

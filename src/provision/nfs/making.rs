@@ -157,12 +157,7 @@ fn record_of(name: &str) -> Option<String> {
         "volumes" => 2,
         _ => return None,
     };
-    let is_digest = |part: &str| {
-        let is_digit = |byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
-        part.len() == 64 && part.bytes().all(is_digit)
-    };
-    let is_its = digests.split('.').count() == parts && digests.split('.').all(is_digest);
-    is_its.then(|| format!("{kind}/{digests}"))
+    records::is_name(digests, parts).then(|| format!("{kind}/{digests}"))
 }
 
 fn is_there(error: &io::Error) -> bool {

@@ -89,12 +89,24 @@ pub fn list(share: &OwnedFd, dir: &str) -> io::Result<Vec<String>> {
     fs::read_dir(path_of(&at, ""))?.map(path).collect()
 }
 
+/// Whether the name of a record is one of so many digests.
+pub fn is_name(name: &str, digests: usize) -> bool {
+    let is_digest = |part: &str| {
+        let is_digit = |byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+        part.len() == 64 && part.bytes().all(is_digit)
+    };
+    name.split('.').count() == digests && name.split('.').all(is_digest)
+}
+
 /// The records of a share's volumes, at one moment.
 pub struct VolumeRecords(Vec<String>);
 
 impl VolumeRecords {
     pub fn list(share: &OwnedFd) -> io::Result<Self> {
-        list(share, "volumes").map(Self)
+        let mut records = list(share, "volumes")?;
+        // Not the files that an NFS client or an editor leaves.
+        records.retain(|record| is_name(split(record).1, 2));
+        Ok(Self(records))
     }
 
     /// Whether a volume has the directory.

@@ -50,8 +50,8 @@ const MOST_PASSES: usize = 10;
 
 struct DirectoryRemoval {
     dir: OwnedFd,
-    /// The directories that were moved into `dir` and are not removed yet.
-    moved: Vec<CString>,
+    /// The names of the directories that were moved into `dir` and are not removed yet.
+    moved: Vec<u64>,
     /// The name of the next one.
     next: u64,
 }
@@ -62,10 +62,10 @@ impl DirectoryRemoval {
         let mut entries = Dir::new(open_dir(&self.dir, c".")?)?;
         while let Some(name) = next_name(&mut entries)? {
             if !unlink_file(&self.dir, &name)? {
-                self.moved.push(name);
-            }
-            while let Some(name) = self.moved.pop() {
                 self.directory(&name)?;
+            }
+            while let Some(number) = self.moved.pop() {
+                self.directory(&CString::new(number.to_string())?)?;
             }
         }
         Ok(())
@@ -92,10 +92,14 @@ impl DirectoryRemoval {
     }
 
     fn move_up(&mut self, from: BorrowedFd<'_>, name: &CStr) -> io::Result<()> {
+        // An empty one needs no right to write to it.
+        if unlinkat(from, name, AtFlags::REMOVEDIR).is_ok() {
+            return Ok(());
+        }
         loop {
-            let moved = CString::new(self.next.to_string())?;
+            let moved = self.next;
             self.next += 1;
-            match renameat(from, name, &self.dir, &moved) {
+            match renameat(from, name, &self.dir, moved.to_string()) {
                 Ok(()) => {
                     self.moved.push(moved);
                     return Ok(());

@@ -105,7 +105,8 @@ pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
             levels.pop();
             continue;
         };
-        let length = *length + 1 + name.count_bytes();
+        // With a slash before all but the first.
+        let length = *length + usize::from(*length > 0) + name.count_bytes();
         refuse_longer_path(length)?;
         let at = level.fd()?;
         let Some(stat) = unless_gone(statat(at, &name, AtFlags::SYMLINK_NOFOLLOW))? else {
@@ -436,7 +437,7 @@ fn refuse_longer_path(length: usize) -> io::Result<()> {
     if length < PATH_MAX {
         return Ok(());
     }
-    let why = format!("a path in it has more than {PATH_MAX} bytes");
+    let why = format!("a path in it has {PATH_MAX} bytes or more");
     Err(io::Error::new(io::ErrorKind::InvalidFilename, why))
 }
 
