@@ -27,7 +27,10 @@ use std::{
     io::{self, Read as _},
     os::{
         fd::BorrowedFd,
-        unix::{ffi::OsStrExt as _, fs::FileExt as _},
+        unix::{
+            ffi::OsStrExt as _,
+            fs::{FileExt as _, MetadataExt as _},
+        },
     },
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
@@ -249,8 +252,17 @@ pub fn claim_in(
         return Err(error);
     }
     let held = text_of(claim, ClaimState::Held);
-    let rewritten = written.write_all_at(&held, 0);
-    rewritten.map_err(|e| pool.io("write", &mine, e))?;
+    let rewritten =
+        written
+            .write_all_at(&held, 0)
+            .and_then(|()| match written.metadata()?.nlink() {
+                0 => Err(io::Error::other("it was removed meanwhile")),
+                _ => Ok(()),
+            });
+    if let Err(error) = rewritten {
+        restore(pool, image, &mine, before)?;
+        return Err(pool.io("write", &mine, error).into());
+    }
     crash_point();
     Ok(Done::Now)
 }
@@ -309,6 +321,12 @@ pub fn sweep(pool: &Pool) -> Result<(), ClaimError> {
     let tmp = pool.meta_path("tmp");
     for dir in list(pool, &pool.meta_path(CLAIMS))? {
         for path in list(pool, &dir)? {
+            // Entered while the directory of a deleted image became a spare one.
+            if is_spare_dir(&dir) {
+                let removed = draft::remove(&path, Volatile);
+                let _: Done = removed.map_err(|e| pool.io("remove", &path, e))?;
+                continue;
+            }
             // The next claim of that image reports the malformed file.
             let Ok(Some(Marker { claim, .. })) = read(pool, &path) else {
                 continue;
@@ -332,6 +350,9 @@ pub fn sweep(pool: &Pool) -> Result<(), ClaimError> {
 pub fn claimed_by(pool: &Pool, node_id: &str) -> Result<Vec<String>, ClaimError> {
     let mut images = Vec::new();
     for dir in list(pool, &pool.meta_path(CLAIMS))? {
+        if is_spare_dir(&dir) {
+            continue;
+        }
         if let Some(image) = dir.file_name().and_then(|name| name.to_str()) {
             let marker = marker_path(pool, image, node_id);
             if marker

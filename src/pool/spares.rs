@@ -11,13 +11,15 @@
 //! of the same format, with spaces at the end. Their start removes the spare directories.
 
 use std::{
+    collections::BTreeSet,
     fs::{self, File, Metadata},
     io::{self, Write as _},
     os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
 };
 
-use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
+use rustix::fs::{FlockOperation, IFlags, flock, ioctl_getflags, ioctl_setflags};
 use uuid::Uuid;
 
 use super::{Pool, PoolError};
@@ -26,6 +28,8 @@ use super::{Pool, PoolError};
 #[derive(Clone, Debug)]
 pub struct Spares {
     files: PathBuf,
+    /// Where a file is written.
+    tmp: PathBuf,
     /// Beside the directories of claims, where a directory of XFS then has a block for names.
     dirs: PathBuf,
 }
@@ -35,6 +39,7 @@ impl Pool {
     pub fn spares(&self) -> Spares {
         Spares {
             files: self.meta_path(FILES),
+            tmp: self.meta_path("tmp"),
             dirs: self.meta_path(CLAIMS),
         }
     }
@@ -42,7 +47,18 @@ impl Pool {
     /// Makes the spares that are missing, as far as there is room. A failure is logged only:
     /// no call needs them until the file system is full.
     pub fn refill_spares(&self) {
-        let dirs = self.meta_dir(FILES).and_then(|_| self.meta_dir(CLAIMS));
+        static REFILLING: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+        let refilling = || REFILLING.lock().unwrap_or_else(PoisonError::into_inner);
+        // Else another call of this process makes them, and may hang with the pool.
+        if refilling().insert(self.dir.clone()) {
+            self.refill();
+            refilling().remove(&self.dir);
+        }
+    }
+
+    fn refill(&self) {
+        let dirs = [FILES, CLAIMS, "tmp"].map(|name| self.meta_dir(name));
+        let dirs = dirs.into_iter().collect::<Result<Vec<_>, _>>();
         let refilled = dirs.and_then(|_| {
             let spares = self.spares();
             let refilled = spares.refill();
@@ -61,11 +77,8 @@ impl Pool {
 impl Spares {
     fn refill(&self) -> io::Result<()> {
         for _ in self.files()?.len()..SPARE_FILES {
-            let path = self.files.join(Uuid::new_v4().to_string());
-            if let Err(error) = write_spare(&path) {
-                fs::remove_file(&path)?;
-                return Err(error);
-            }
+            let name = Uuid::new_v4().to_string();
+            write_spare(&self.tmp.join(&name), &self.files.join(&name))?;
         }
         (self.dirs()?.len()..SPARE_DIRS).try_for_each(|_| fs::create_dir(self.unused_dir()))
     }
@@ -76,7 +89,7 @@ impl Spares {
         for (name, path) in list(&self.files)? {
             match fs::symlink_metadata(&path) {
                 Ok(found) if is_spare(&found) => files.push((format!("../{FILES}/{name}"), path)),
-                // Being written, or cut short.
+                // Not one of these.
                 Ok(_) => {}
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                 Err(e) => return Err(e),
@@ -122,6 +135,11 @@ impl Spares {
         fs::rename(path, self.files.join(Uuid::new_v4().to_string()))
     }
 
+    /// Whether no spare directory is in use.
+    pub fn has_all_dirs(&self) -> io::Result<bool> {
+        Ok(self.dirs()?.len() >= SPARE_DIRS)
+    }
+
     /// Makes a directory a spare one again, unless there are enough.
     pub fn give_back_dir(&self, path: &Path) -> io::Result<()> {
         if self.dirs()?.len() >= SPARE_DIRS {
@@ -163,18 +181,33 @@ pub fn is_spare(found: &Metadata) -> bool {
     found.is_file() && found.len() >= SPARE_BYTES as u64
 }
 
-/// Makes a file that has all its blocks.
-fn write_spare(path: &Path) -> io::Result<()> {
+/// Makes a file that has all its blocks, by way of one in `tmp/`, which a sweep removes if
+/// this process dies.
+fn write_spare(draft: &Path, path: &Path) -> io::Result<()> {
+    let written = write_draft(draft).and_then(|locked| {
+        fs::rename(draft, path)?;
+        drop(locked);
+        Ok(())
+    });
+    if written.is_err() {
+        let _ = fs::remove_file(draft);
+    }
+    written
+}
+
+fn write_draft(path: &Path) -> io::Result<File> {
     let mut file = File::options()
         .write(true)
         .create_new(true)
         .mode(0o600)
         .open(path)?;
+    flock(&file, FlockOperation::LockExclusive)?;
     // Btrfs overwrites such a file in place. Others refuse the flag, and do so anyway.
     let _ = ioctl_getflags(&file).and_then(|flags| ioctl_setflags(&file, flags | IFlags::NOCOW));
     file.write_all(&[b' '; SPARE_BYTES])?;
     // Until then blocks are only promised.
-    file.sync_all()
+    file.sync_all()?;
+    Ok(file)
 }
 
 /// For several deletes at once; each makes what it took a spare one again.

@@ -9,11 +9,15 @@ use std::{io, path::Path, sync::PoisonError};
 
 use super::{
     CONTROLLER, Claim, ClaimError, ClaimState, Sharing, claims_dir, create_dir, marker_path,
-    process_lock, refuse_conflict, release, remove, text_of,
+    process_lock, refuse_conflict, remove, text_of,
 };
 use crate::{
     Done, crash_point,
-    pool::{Pool, PoolError, draft::Draft, spares::is_full},
+    pool::{
+        Pool, PoolError,
+        draft::{self, Draft, Durability::Volatile},
+        spares::is_full,
+    },
 };
 
 /// A controller's claim, of one image or several, valid until this is dropped.
@@ -66,7 +70,15 @@ impl ControllerClaim {
 
     /// Releases an image.
     pub fn release(&self, pool: &Pool, image: &str) -> Result<(), ClaimError> {
-        release(pool, image, &self.claim.node_id).map(drop)
+        let mine = marker_path(pool, image, &self.claim.node_id);
+        let io = |e| pool.io("remove", &mine, e);
+        // The directory may be a spare one; the next claim finds it there.
+        if pool.spares().has_all_dirs().map_err(io)? {
+            let _: Done = remove(pool, image, &mine)?;
+        } else {
+            let _: Done = draft::remove(&mine, Volatile).map_err(io)?;
+        }
+        Ok(())
     }
 }
 

@@ -103,8 +103,11 @@ impl ImageStore {
                 EntryState::Ready => "a call deletes it",
                 EntryState::Deleting => "its deletion was interrupted",
             };
-            entry.state = EntryState::Deleting;
-            catalogue.record_as(&entry)?;
+            // Once: each record in a full file system takes a spare file.
+            if entry.state != EntryState::Deleting {
+                entry.state = EntryState::Deleting;
+                catalogue.record_as(&entry)?;
+            }
             entry.detail.delete_members(self, pool)?;
             if K::IS_CLAIMED {
                 format_marker::clear(pool, &image)?;
@@ -115,7 +118,12 @@ impl ImageStore {
         if let Some(claim) = claim {
             match &erased {
                 Ok(()) => claim::forget(pool, &image)?,
-                Err(_) => claim.release(pool, &image)?,
+                // The caller gets the error of the delete; the claim ends with its token.
+                Err(_) => {
+                    if let Err(error) = claim.release(pool, &image) {
+                        tracing::warn!(%error, image, "the claim on an image that was not deleted stays");
+                    }
+                }
             }
         }
         pool.refill_spares();

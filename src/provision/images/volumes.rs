@@ -72,7 +72,10 @@ impl ImageStore {
             });
         }
         pool.initialize()?;
-        pool.refill_spares();
+        // Before the image takes the room; the pool of a source mostly has them.
+        if new.source.is_none() {
+            pool.refill_spares();
+        }
         let smallest = least(&parameters.file_systems(&new.uses)?);
         let detail = VolumeDetail {
             parameters,

@@ -123,6 +123,12 @@ async fn killed_at_each_step(disk: &Disk, images: &Stores) {
         // The next call alone must do, and so must the next start.
         if at % 2 == 0 {
             sweep().await;
+        } else {
+            let written = written.handle.clone();
+            images
+                .delete_volume(written, Secrets::default())
+                .await
+                .unwrap();
         }
         unmake(images).await;
         sweep().await;
