@@ -76,16 +76,21 @@ impl Unpublishing<'_> {
             return Ok(());
         };
         let mut kind = place.kind().map_err(looking_at(&place))?;
-        while let PathKind::Mount(mounted) = kind {
+        let removed = loop {
+            let mounted = match kind {
+                PathKind::Mount(mounted) => mounted,
+                kind => break place.remove_kind(kind).map_err(at_target)?,
+            };
             self.is_the_volume(&place, &mounted)?;
             self.unmount(&place)?;
             // Mostly no other mount was below it.
-            if mounted.directory && place.remove_kind(PathKind::Dir).is_ok() {
-                return Ok(());
+            if mounted.directory
+                && let Ok(removed) = place.remove_kind(PathKind::Dir)
+            {
+                break removed;
             }
             kind = place.kind().map_err(looking_at(&place))?;
-        }
-        let removed = place.remove_kind(kind).map_err(at_target)?;
+        };
         if removed == Done::Now {
             tracing::info!(
                 volume_id = self.cx.volume.id,

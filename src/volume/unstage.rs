@@ -73,13 +73,20 @@ async fn on_lane(cx: OnLane<'_>, staging_path: PathBuf) -> Result<Outcome, Cause
             target.display()
         )));
     }
+    let begun = Instant::now();
     tear_down(cx, &record).await?;
+    tracing::info!(
+        volume_id = record.volume_id,
+        source = %record.source,
+        micros = logs::micros(begun.elapsed()),
+        "unstaged"
+    );
     Ok(Outcome::Done)
 }
 
 /// Unmounts, detaches, releases the source and forgets the volume; skips what is done.
 pub(super) async fn tear_down(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
-    let (mut record, begun) = (record.clone(), Instant::now());
+    let mut record = record.clone();
     let is_staged = record.phase == Phase::Staged;
     record.phase = Phase::Unstaging;
     if is_staged && !record.found && record.inline.is_none() {
@@ -110,12 +117,6 @@ pub(super) async fn tear_down(cx: OnLane<'_>, record: &Record) -> Result<(), Cau
     }
     detach(cx, &record).await?;
     forget(cx, &record).await?;
-    tracing::info!(
-        volume_id = record.volume_id,
-        source = %record.source,
-        micros = logs::micros(begun.elapsed()),
-        "unstaged"
-    );
     Ok(())
 }
 

@@ -302,7 +302,7 @@ fn no_path_of_a_volume_is_above_or_below_another() {
                 refused(
                     node.unpublish(&volume, "pod").await,
                     Aborted,
-                    &["a mount below it"],
+                    &["a mount is below it"],
                 );
                 run(&["umount", &below]);
             }
