@@ -184,7 +184,8 @@ fn change(wanted: &WantedFile, applied: &Applied, presence: &Presence) -> Next {
         return Next::Act(Action::Unpublish(before.clone()));
     }
     let has_options = applied.has_options && is_same_mount(&applied.desired, &wanted.desired);
-    if targets.contains(path)
+    if before == path
+        && targets.contains(path)
         && !has_options
         && let DesiredAccess::Mount { options, .. } = &wanted.desired.access
     {

@@ -22,6 +22,7 @@ use super::{
 use crate::{
     Kind, error_chain,
     lane::Lanes,
+    mount::table,
     observe::metrics,
     ring,
     secret::Secrets,
@@ -392,6 +393,17 @@ impl Manager {
                 kind: Kind::Invalid | Kind::Precondition,
                 error,
             }) => {
+                // The volume's own mount may be below that of others.
+                let at = path.clone();
+                let mounts_there = move || {
+                    let mounts = table::list()?.into_iter();
+                    Ok(mounts.filter(|mount| mount.mount_point == at).count())
+                };
+                let mounts = self.lanes.run(handle, "look", mounts_there).await;
+                if mounts.map_err(Failed::io("read the mount table"))? > 1 {
+                    let kind = Kind::InUse;
+                    return Err(Failed { kind, error });
+                }
                 tracing::warn!(
                     volume_id = handle,
                     path = %path.display(),

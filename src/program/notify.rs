@@ -19,11 +19,17 @@ use crate::manager::Summary;
 /// How long the start of the machine waits for volumes whose server may come back.
 const BOOT_WITHIN: Duration = Duration::from_secs(60);
 
+/// The time after which systemd is told again.
+const AGAIN: Duration = Duration::from_secs(1);
+
 /// Says that the agent is ready: once all volumes that files ask for are there, or cannot
 /// be before somebody changes something; then what is missing, whenever that changes.
 pub async fn announce(volumes: Option<watch::Receiver<Summary>>) {
     let Some(mut volumes) = volumes else {
-        return tell("READY=1");
+        while !tell("READY=1") {
+            tokio::time::sleep(AGAIN).await;
+        }
+        return;
     };
     let until = Instant::now() + BOOT_WITHIN;
     let mut is_ready = false;
@@ -31,22 +37,31 @@ pub async fn announce(volumes: Option<watch::Receiver<Summary>>) {
         let now = volumes.borrow_and_update().clone();
         let left = until.saturating_duration_since(Instant::now());
         let mut state = format!("STATUS={}", now.text);
-        if !is_ready && (now.is_settled || left.is_zero()) {
-            is_ready = true;
+        let begins = !is_ready && (now.is_settled || left.is_zero());
+        if begins {
             state.push_str("\nREADY=1");
         }
-        tell(&state);
+        is_ready |= tell(&state) && begins;
         let changed = volumes.changed();
-        let pause = if is_ready { Duration::MAX } else { left };
+        let pause = match (is_ready, begins) {
+            (true, _) => Duration::MAX,
+            (false, true) => AGAIN,
+            (false, false) => left,
+        };
         if let Ok(Err(_)) = tokio::time::timeout(pause, changed).await {
             return;
         }
     }
 }
 
-fn tell(state: &str) {
-    if let Err(error) = send(state) {
-        tracing::warn!(%error, state, "cannot notify systemd");
+/// Returns whether systemd has not to be told again.
+fn tell(state: &str) -> bool {
+    match send(state) {
+        Err(error) => {
+            tracing::warn!(%error, state, "cannot notify systemd");
+            error.kind() != io::ErrorKind::WouldBlock
+        }
+        Ok(()) => true,
     }
 }
 

@@ -253,11 +253,16 @@ impl World {
                 applied.has_options = !midway;
             }
             Action::Remount(options) => {
-                let applied = self.applied.get_mut(handle).expect("recorded before");
-                let staged = self.managed.get_mut(handle).ok_or(Kind::Precondition)?;
-                if !staged.targets.contains_key(&applied.desired.path) {
+                // Others may have unmounted it meanwhile: it is published.
+                let path = self.applied[handle].desired.path.clone();
+                let is_there = (self.managed.get(handle))
+                    .is_some_and(|staged| staged.targets.contains_key(&path));
+                if !is_there && published(&self.managed, &path) {
                     return Err(Kind::Precondition);
                 }
+                let applied = self.applied.get_mut(handle).expect("recorded before");
+                let staged = self.managed.get_mut(handle).ok_or(Kind::Precondition)?;
+                staged.targets.entry(path).or_insert(false);
                 let mut now = applied.desired.clone();
                 now.access.set_options(options);
                 staged.mounted_as = Some(now.clone());
