@@ -14,6 +14,10 @@ use crate::{
     proto::csi::Volume,
 };
 
+/// The most bytes of a name: a file's name has 255 (NAME_MAX), a few of them for its ending
+/// and for that of its draft.
+const LONGEST_NAME: usize = 200;
+
 /// A file that is to ask for a volume.
 pub struct NewFile<'a> {
     name: &'a str,
@@ -23,7 +27,8 @@ pub struct NewFile<'a> {
 impl<'a> NewFile<'a> {
     /// Checks what can be checked before there is a volume.
     pub async fn open(context: &Context, name: &'a str) -> Result<Self, CliError> {
-        if name_of(Path::new(&format!("{name}.toml"))).as_deref() != Some(name) {
+        let is_short = name.len() <= LONGEST_NAME;
+        if !is_short || name_of(Path::new(&format!("{name}.toml"))).as_deref() != Some(name) {
             let why = format!("{name:?} cannot be a file's name, which --persist needs");
             return Err(CliError::BadArguments(why));
         }

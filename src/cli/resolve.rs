@@ -82,24 +82,29 @@ impl Context {
 
     /// The volume that has `wanted` as its id or its name, from the controller.
     pub async fn volume(&self, wanted: &str) -> Result<Volume, CliError> {
-        match self.list_volumes().await {
+        let (listed, is_complete) = match self.list_volumes().await {
             // Of directories of NFS servers there is no list: only an id finds one.
             Err(CliError::Refused { status, .. }) if status.code() == Code::Unimplemented => {
-                self.volume_of_id(wanted).await
-            }
-            listed => {
-                let listed = listed?.into_iter();
-                let named = |volume: &Volume| {
-                    let name = name_of(&volume.volume_context).to_owned();
-                    (volume.volume_id.clone(), name)
+                let (listed, omitted) = self.list_what_can_be_reached().await?;
+                // More than the directories: another volume of that name may be there.
+                let listed = if omitted.len() > 1 {
+                    Vec::new()
+                } else {
+                    listed
                 };
-                pick(
-                    "volumes",
-                    wanted,
-                    listed.map(|volume| (named(&volume), volume)),
-                )?
-                .ok_or_else(|| CliError::NoSuchVolume(wanted.to_owned()))
+                (listed, false)
             }
+            listed => (listed?, true),
+        };
+        let named = |volume: &Volume| {
+            let name = name_of(&volume.volume_context).to_owned();
+            (volume.volume_id.clone(), name)
+        };
+        let all = listed.into_iter().map(|volume| (named(&volume), volume));
+        match pick("volumes", wanted, all)? {
+            Some(volume) => Ok(volume),
+            None if is_complete => Err(CliError::NoSuchVolume(wanted.to_owned())),
+            None => self.volume_of_id(wanted).await,
         }
     }
 

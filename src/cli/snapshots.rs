@@ -14,6 +14,7 @@ use super::{
     volumes::Deleted,
 };
 use crate::{
+    ceph::csi_format::handle::Handle,
     proto::{
         admin::{CopyUnderWay, ListNamedSnapshotsRequest, NamedSnapshot},
         csi::{CreateSnapshotRequest, DeleteSnapshotRequest},
@@ -297,7 +298,8 @@ impl Context {
     /// snapshots must be known.
     pub async fn snapshot_id(&self, wanted: &str) -> Result<String, CliError> {
         let (listed, omitted) = self.list_snapshots(String::new()).await?;
-        let is_id = listed.iter().any(|one| one.snapshot_id == wanted);
+        let is_id =
+            listed.iter().any(|one| one.snapshot_id == wanted) || wanted.parse::<Handle>().is_ok();
         if !is_id {
             require_complete(omitted)?;
         }
@@ -305,7 +307,12 @@ impl Context {
             let id = one.snapshot_id;
             ((id.clone(), one.name), id)
         });
-        pick("snapshots", wanted, named)?.ok_or_else(|| CliError::NoSuchSnapshot(wanted.to_owned()))
+        match pick("snapshots", wanted, named)? {
+            Some(id) => Ok(id),
+            // Of a snapshot in Ceph there may be less than a list shows; a delete removes it.
+            None if wanted.parse::<Handle>().is_ok() => Ok(wanted.to_owned()),
+            None => Err(CliError::NoSuchSnapshot(wanted.to_owned())),
+        }
     }
 }
 

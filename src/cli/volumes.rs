@@ -400,16 +400,7 @@ impl Expand {
         let wanted = &self.volume;
         let volume = context.volume(wanted).await?;
         let volume_id = volume.volume_id;
-        if self.size.bytes() < volume.capacity_bytes {
-            return Ok(Expanded {
-                volume: wanted.clone(),
-                volume_id,
-                capacity_bytes: volume.capacity_bytes,
-                grown_on_node: false,
-                node_expansion_required: false,
-                less_than_it_has: Some(self.size),
-            });
-        }
+        let is_less = self.size.bytes() < volume.capacity_bytes;
         let request = ControllerExpandVolumeRequest {
             volume_id: volume_id.clone(),
             capacity_range: Some(at_least(self.size)),
@@ -428,7 +419,7 @@ impl Expand {
             capacity_bytes: grown.capacity_bytes,
             grown_on_node: false,
             node_expansion_required: grown.node_expansion_required,
-            less_than_it_has: None,
+            less_than_it_has: is_less.then_some(self.size),
         };
         // Another node grows its device when it stages or expands the volume.
         let held = context.held().await.unwrap_or_default();
@@ -462,6 +453,7 @@ impl Expand {
             }
             expanded.grown_on_node = true;
             expanded.node_expansion_required = false;
+            expanded.less_than_it_has = None;
         }
         Ok(expanded)
     }

@@ -411,7 +411,12 @@ impl Context {
             let is_there = path.is_none_or(|path| path == Path::new(&it.path));
             it.volume_id == volume_id && it.is_wanted && it.is_managed && is_there
         };
-        match self.wanted().await?.into_iter().find(is_it) {
+        let wanted = match self.wanted().await {
+            // A directory that hangs is to keep no volume.
+            Err(error) if error.is_uncertain() => return Ok(()),
+            wanted => wanted?,
+        };
+        match wanted.into_iter().find(is_it) {
             None => Ok(()),
             Some(WantedVolume { name, .. }) => Err(CliError::Managed {
                 volume: volume.to_owned(),

@@ -16,6 +16,8 @@ use testkit::{
 use tonic::Code;
 use uring_csi::proto::csi::{CreateVolumeRequest, GetCapacityRequest, ListSnapshotsRequest};
 
+use super::operator::Operator;
+
 /// A controller that has this directory as a share, and no pool.
 async fn over(sandbox: &Sandbox, dir: &Path) -> Controller {
     let export = format!("127.0.0.1:{SHARE}={}", dir.display());
@@ -117,6 +119,39 @@ fn directories_live_and_die_as_their_class_says() {
             .await
             .expect("room");
         assert!(room.into_inner().available_capacity > 0);
+    });
+}
+
+#[test]
+fn volumes_of_a_pool_beside_a_share_have_names() {
+    story(async |sandbox| {
+        let dir = sandbox.dir().join("export");
+        fs::create_dir(&dir).expect("made");
+        let export = format!("127.0.0.1:{SHARE}={}", dir.display());
+        let setup = ControllerSetup {
+            args: vec!["--nfs-export".to_owned(), export],
+            ..ControllerSetup::new(sandbox)
+        };
+        let controller = Controller::start_with(sandbox, setup).await;
+        let of_pool = CreateVolumeRequest {
+            name: "named".to_owned(),
+            capacity_range: Some(range(MIB)),
+            volume_capabilities: vec![Volume::filesystem("", "").capability],
+            ..Default::default()
+        };
+        let of_pool = controller.create(of_pool).await.expect("made").volume_id;
+        let of_share = claim("pvc-1", &[]);
+        let of_share = controller.create(of_share).await.expect("made").volume_id;
+        let operator = Operator::with_sockets(controller.socket(), controller.socket());
+        for (wanted, id) in [
+            ("named", &of_pool),
+            (&of_pool, &of_pool),
+            (&of_share, &of_share),
+        ] {
+            assert_eq!(operator.json(&["expand", wanted, "2Mi"])["volume_id"], **id);
+        }
+        let (code, _, error) = operator.run(&["expand", "pvc-2", "2Mi"]);
+        assert_eq!(code, 3, "{error}");
     });
 }
 
