@@ -29,6 +29,9 @@
 {{- if and (or .Values.ceph.vault.enabled .Values.ceph.kmsSecrets) (not .Values.ceph.enabled) }}
 {{- fail "ceph.vault and ceph.kmsSecrets without ceph.enabled" }}
 {{- end }}
+{{- if and .Values.node.crushLocation .Values.node.crushLocationLabels }}
+{{- fail "node.crushLocation and node.crushLocationLabels exclude each other" }}
+{{- end }}
 {{- if and .Values.attributesClasses (not .Values.ceph.enabled) }}
 {{- fail "attributesClasses: only volumes in Ceph have attributes to modify" }}
 {{- end }}

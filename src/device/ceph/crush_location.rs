@@ -30,7 +30,8 @@ impl CrushLocation {
             of_cluster => of_cluster,
         };
         let level = |name: &String| {
-            let value = self.labels.get(name)?;
+            // A label may be there without a value, and a place in the map has a name.
+            let value = self.labels.get(name).filter(|value| !value.is_empty())?;
             let kind = match name.rsplit('/').next()? {
                 "hostname" => "host",
                 kind => kind,
@@ -54,13 +55,14 @@ mod tests {
             ("topology.kubernetes.io/zone", "z.1"),
             ("kubernetes.io/hostname", "node-a.example"),
             ("rack", "b"),
+            ("row", ""),
         ];
         let own = |(key, value): (&str, &str)| (key.to_owned(), value.to_owned());
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
         let mut location = CrushLocation {
             fixed: None,
             labels: Arc::new(labels.map(own).into()),
-            names: names(&["kubernetes.io/hostname", "missing", "rack"]),
+            names: names(&["kubernetes.io/hostname", "missing", "row", "rack"]),
         };
         let mut affinity = ReadAffinity::default();
         assert_eq!(location.within(&affinity), None);
