@@ -33,6 +33,10 @@ fn kinds(phase: Phase) -> Vec<&'static str> {
         Phase::Mount => *kind != "btrfs",
         _ => true,
     });
+    one_or_every(kinds)
+}
+
+fn one_or_every(mut kinds: Vec<&'static str>) -> Vec<&'static str> {
     if env::var_os("EVERY_FS").is_none() {
         kinds = vec![kinds[Rng::new().below(kinds.len())]];
     }
@@ -148,7 +152,12 @@ fn hung_directories(phase: Phase) {
 
 #[test]
 fn a_hung_pool_delays_only_its_own_volumes_at_the_probe() {
-    hung_pool(Phase::Probe, HungPool::new);
+    // What the stage of a btrfs reads, the page cache has of the file below the disk.
+    let kinds = match kinds(Phase::Probe) {
+        every if every.len() != 1 => every.into_iter().filter(|kind| *kind != "btrfs").collect(),
+        _ => one_or_every(vec!["ext4", "xfs"]),
+    };
+    hung_pool_with(kinds, Phase::Probe, HungPool::new);
 }
 
 #[test]
@@ -185,10 +194,14 @@ fn a_suspended_device_delays_only_its_own_volumes_at_growth() {
 }
 
 fn hung_pool(phase: Phase, make: fn(&Sandbox, &str) -> HungPool) {
+    hung_pool_with(kinds(phase), phase, make);
+}
+
+fn hung_pool_with(kinds: Vec<&'static str>, phase: Phase, make: fn(&Sandbox, &str) -> HungPool) {
     if !StuckFile::possible() {
         return;
     }
-    for kind in kinds(phase) {
+    for kind in kinds {
         story(async |sandbox| {
             let fault = make(sandbox, kind);
             let node = Node::start_with(sandbox, HungPool::setup(sandbox)).await;
