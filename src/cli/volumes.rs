@@ -453,7 +453,6 @@ impl Expand {
             }
             expanded.grown_on_node = true;
             expanded.node_expansion_required = false;
-            expanded.less_than_it_has = None;
         }
         Ok(expanded)
     }

@@ -431,6 +431,14 @@ fn a_mount_of_others_at_its_path_is_not_the_volume() {
         machine
             .wait_for("data", "failed", "something else is mounted")
             .await;
+        // Neither by another path, nor without its file.
+        let new = machine.path("new").display().to_string();
+        let moved = machine.file("data", "mount", "").replace(text, &new);
+        machine.write("data", &moved);
+        machine
+            .wait_for("data", "failed", "something else is mounted")
+            .await;
+        assert_eq!(options_at(Path::new(&new)), "");
         machine.remove("data");
         machine
             .wait_for("data", "failed", "cannot unmount and detach")
