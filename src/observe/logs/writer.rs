@@ -58,6 +58,10 @@ struct PendingLines {
     dropped: u64,
     /// Whether the thread is writing a batch.
     writing: bool,
+    /// Whether the thread waits for lines, and how many threads wait until they are written:
+    /// a wake-up is a system call, also where nobody waits.
+    is_idle: bool,
+    flushing: usize,
 }
 
 impl LineWriter {
@@ -83,9 +87,11 @@ impl LineWriter {
     /// Waits until everything is written, at most `timeout`: stderr may never be read.
     pub fn flush(&self, timeout: Duration) {
         let busy = |queue: &mut PendingLines| queue.writing || !queue.lines.is_empty();
-        let queue = self.buffer.lock();
+        let mut queue = self.buffer.lock();
+        queue.flushing += 1;
         let waited = self.buffer.changed.wait_timeout_while(queue, timeout, busy);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        let (mut queue, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        queue.flushing -= 1;
     }
 }
 
@@ -100,7 +106,10 @@ impl LogBuffer {
         IS_WRITER.set(true);
         let mut batch = Vec::new();
         loop {
-            let nothing = |queue: &mut PendingLines| queue.lines.is_empty();
+            let nothing = |queue: &mut PendingLines| {
+                queue.is_idle = queue.lines.is_empty();
+                queue.is_idle
+            };
             let queue = self.changed.wait_while(self.lock(), nothing);
             let mut queue = queue.unwrap_or_else(PoisonError::into_inner);
             std::mem::swap(&mut batch, &mut queue.lines);
@@ -114,8 +123,13 @@ impl LogBuffer {
             metrics::log_lines_dropped(write_all(sink.as_fd(), &batch));
             batch.clear();
             batch.shrink_to(KEPT_CAPACITY);
-            self.lock().writing = false;
-            self.changed.notify_all();
+            let mut queue = self.lock();
+            queue.writing = false;
+            let is_awaited = queue.flushing > 0;
+            drop(queue);
+            if is_awaited {
+                self.changed.notify_all();
+            }
         }
     }
 }
@@ -158,8 +172,11 @@ impl Write for &LineWriter {
             return Ok(line.len());
         }
         queue.lines.extend_from_slice(line);
+        let is_awaited = std::mem::take(&mut queue.is_idle);
         drop(queue);
-        self.buffer.changed.notify_all();
+        if is_awaited {
+            self.buffer.changed.notify_all();
+        }
         Ok(line.len())
     }
 
