@@ -43,6 +43,17 @@ pub fn write(bytes: &[u8]) -> io::Result<()> {
     }
 }
 
+/// The columns of a terminal below which wrapped cells are harder to read than long lines.
+/// Consoles without a size have none.
+const NARROWEST: u16 = 40;
+
+fn arrangement(width: Option<u16>) -> ContentArrangement {
+    match width {
+        Some(..NARROWEST) => ContentArrangement::Disabled,
+        _ => ContentArrangement::Dynamic,
+    }
+}
+
 /// A table under `header`, or `when_empty` where there are no rows. It has no borders,
 /// so that awk, or a selection by mouse, gets the bare cells. On a terminal that is
 /// narrower, long cells are wrapped; in a pipe each row is one line.
@@ -60,9 +71,10 @@ pub fn table<const N: usize>(
 
 fn filled<const N: usize>(header: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> Table {
     let mut table = Table::new();
+    let arrangement = arrangement(table.width());
     table
         .load_preset(presets::NOTHING)
-        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_content_arrangement(arrangement)
         .set_header(header);
     for row in rows {
         table.add_row(row.map(|cell| {
@@ -117,6 +129,19 @@ mod tests {
             on_terminal.lines().all(|line| line.len() <= 80),
             "{on_terminal}"
         );
+    }
+
+    #[test]
+    fn a_terminal_without_a_size_wraps_nothing() {
+        for (width, wraps) in [
+            (None, true),
+            (Some(80), true),
+            (Some(0), false),
+            (Some(9), false),
+        ] {
+            let is_dynamic = matches!(arrangement(width), ContentArrangement::Dynamic);
+            assert_eq!(is_dynamic, wraps, "{width:?}");
+        }
     }
 
     #[test]
