@@ -305,8 +305,7 @@ pub fn owners(pool: &Pool, image: &str) -> Result<Vec<Claim>, ClaimError> {
 pub fn forget(pool: &Pool, image: &str) -> Result<(), ClaimError> {
     let dir = claims_dir(pool, image);
     for path in list(pool, &dir)? {
-        let removed = draft::remove(&path, Volatile);
-        let _: Done = removed.map_err(|e| pool.io("remove", &path, e))?;
+        let _: Done = unlink(pool, &path)?;
     }
     if pool.spares().give_back_dir(&dir).is_err() {
         // Fails where it is gone.
@@ -320,13 +319,15 @@ pub fn forget(pool: &Pool, image: &str) -> Result<(), ClaimError> {
 pub fn sweep(pool: &Pool) -> Result<(), ClaimError> {
     let tmp = pool.meta_path("tmp");
     for dir in list(pool, &pool.meta_path(CLAIMS))? {
-        for path in list(pool, &dir)? {
+        let claims = list(pool, &dir)?;
+        if is_spare_dir(&dir) {
             // Entered while the directory of a deleted image became a spare one.
-            if is_spare_dir(&dir) {
-                let removed = draft::remove(&path, Volatile);
-                let _: Done = removed.map_err(|e| pool.io("remove", &path, e))?;
-                continue;
+            for path in claims {
+                let _: Done = unlink(pool, &path)?;
             }
+            continue;
+        }
+        for path in claims {
             // The next claim of that image reports the malformed file.
             let Ok(Some(Marker { claim, .. })) = read(pool, &path) else {
                 continue;
@@ -335,13 +336,11 @@ pub fn sweep(pool: &Pool) -> Result<(), ClaimError> {
                 && !draft::is_live(&tmp, token)
                     .map_err(|e| pool.io("look at a lock in", &tmp, e))?
             {
-                draft::remove(&path, Volatile)
-                    .map(drop)
-                    .map_err(|e| pool.io("remove", &path, e))?;
+                let _: Done = unlink(pool, &path)?;
             }
         }
         // Fails while another claim is in the directory.
-        let _ = (!is_spare_dir(&dir)).then(|| fs::remove_dir(&dir));
+        let _ = fs::remove_dir(&dir);
     }
     Ok(())
 }
@@ -517,8 +516,13 @@ fn create_dir(pool: &Pool, dir: &Path) -> Result<Done, PoolError> {
     }
 }
 
+/// Removes a claim's file, and not the directory of the image's claims.
+fn unlink(pool: &Pool, path: &Path) -> Result<Done, ClaimError> {
+    Ok(draft::remove(path, Volatile).map_err(|e| pool.io("remove", path, e))?)
+}
+
 fn remove(pool: &Pool, image: &str, path: &Path) -> Result<Done, ClaimError> {
-    let done = draft::remove(path, Volatile).map_err(|e| pool.io("remove", path, e))?;
+    let done = unlink(pool, path)?;
     // Fails while another claim is in the directory.
     let _ = fs::remove_dir(claims_dir(pool, image));
     Ok(done)

@@ -9,15 +9,11 @@ use std::{io, path::Path, sync::PoisonError};
 
 use super::{
     CONTROLLER, Claim, ClaimError, ClaimState, Sharing, claims_dir, create_dir, marker_path,
-    process_lock, refuse_conflict, remove, text_of,
+    process_lock, refuse_conflict, remove, text_of, unlink,
 };
 use crate::{
     Done, crash_point,
-    pool::{
-        Pool, PoolError,
-        draft::{self, Draft, Durability::Volatile},
-        spares::is_full,
-    },
+    pool::{Pool, PoolError, draft::Draft, spares::is_full},
 };
 
 /// A controller's claim, of one image or several, valid until this is dropped.
@@ -71,13 +67,13 @@ impl ControllerClaim {
     /// Releases an image.
     pub fn release(&self, pool: &Pool, image: &str) -> Result<(), ClaimError> {
         let mine = marker_path(pool, image, &self.claim.node_id);
-        let io = |e| pool.io("remove", &mine, e);
+        let has_all = pool.spares().has_all_dirs();
         // The directory may be a spare one; the next claim finds it there.
-        if pool.spares().has_all_dirs().map_err(io)? {
-            let _: Done = remove(pool, image, &mine)?;
+        let _: Done = if has_all.map_err(|e| pool.io("remove", &mine, e))? {
+            remove(pool, image, &mine)?
         } else {
-            let _: Done = draft::remove(&mine, Volatile).map_err(io)?;
-        }
+            unlink(pool, &mine)?
+        };
         Ok(())
     }
 }
