@@ -33,6 +33,8 @@ use crate::secret::{Secret, Secrets};
 #[cfg(feature = "kms")]
 mod aws;
 #[cfg(feature = "kms")]
+mod http;
+#[cfg(feature = "kms")]
 mod kmip;
 #[cfg(feature = "kms")]
 mod vault;

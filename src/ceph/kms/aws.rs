@@ -5,19 +5,16 @@
 //!
 //! <https://docs.aws.amazon.com/kms/latest/APIReference/API_Encrypt.html>
 
-use std::{
-    path::PathBuf,
-    time::{Duration, SystemTime},
-};
+use std::{path::PathBuf, time::SystemTime};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use prost_types::Timestamp;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use ureq::{Agent, http::Uri};
+use ureq::http::Uri;
 use zeroize::Zeroizing;
 
-use super::{Lookup, SealingService, read};
+use super::{Lookup, SealingService, http, read};
 use crate::{
     ceph::csi_format::encryption::EncryptionError, error_chain, kind::Kind, secret::Secret,
 };
@@ -26,9 +23,6 @@ mod signature;
 
 use signature::Signer;
 
-/// The longest a step of a request takes: to connect, to send, to wait for the answer. A
-/// look-up of a name ends by the resolver's own timeouts, on the calling thread.
-const TIMEOUT: Duration = Duration::from_secs(10);
 /// No answer that this driver reads is longer.
 const LONGEST_ANSWER: u64 = 1 << 16;
 const CONTENT_TYPE: &str = "application/x-amz-json-1.1";
@@ -189,17 +183,7 @@ impl AwsKms {
             service: "kms",
         };
         let authorization = signer.authorize(&headers, &time, &body);
-        let agent: Agent = Agent::config_builder()
-            .http_status_as_error(false)
-            // A passphrase goes to no other server.
-            .max_redirects(0)
-            .timeout_connect(Some(TIMEOUT))
-            .timeout_send_request(Some(TIMEOUT))
-            .timeout_send_body(Some(TIMEOUT))
-            .timeout_recv_response(Some(TIMEOUT))
-            .timeout_recv_body(Some(TIMEOUT))
-            .build()
-            .into();
+        let agent = http::config().build().new_agent();
         let mut request = agent
             .post(uri.clone())
             .header("authorization", &authorization);

@@ -8,8 +8,6 @@
 //! <https://openbao.org/api-docs/secret/kv/kv-v2/>,
 //! <https://openbao.org/api-docs/auth/kubernetes/>
 
-use std::time::Duration;
-
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -24,7 +22,7 @@ use ureq::{
 };
 use zeroize::Zeroizing;
 
-use super::{Existing, KeyService, Lookup, read};
+use super::{Existing, KeyService, Lookup, http, read};
 use crate::{
     ceph::csi_format::encryption::EncryptionError,
     error_chain,
@@ -36,9 +34,6 @@ mod settings;
 
 use settings::{Login, Tls, VaultSection};
 
-/// The longest a step of a request takes: to connect, to send, to wait for the answer. A
-/// look-up of a name ends by the resolver's own timeouts, on the calling thread.
-const TIMEOUT: Duration = Duration::from_secs(10);
 /// No answer that this driver reads is longer.
 const LONGEST_ANSWER: u64 = 1 << 20;
 
@@ -97,15 +92,7 @@ impl Vault {
     }
 
     fn session(&self, secrets: &Secrets) -> Result<Session<'_>, EncryptionError> {
-        let config = Agent::config_builder()
-            .http_status_as_error(false)
-            // A token goes to no other server.
-            .max_redirects(0)
-            .timeout_connect(Some(TIMEOUT))
-            .timeout_send_request(Some(TIMEOUT))
-            .timeout_send_body(Some(TIMEOUT))
-            .timeout_recv_response(Some(TIMEOUT))
-            .timeout_recv_body(Some(TIMEOUT))
+        let config = http::config()
             .tls_config(self.tls.config(&self.id, secrets)?)
             .build();
         let (agent, base) = self.agent(config)?;
