@@ -100,14 +100,24 @@ pub struct ReservationLock {
     /// The id that belongs to the name.
     pub id: Uuid,
     path: PathBuf,
-    /// Locked for as long as it is open.
-    _lock: File,
+    /// The reservation, locked.
+    lock: File,
 }
 
 impl ReservationLock {
     /// Removes a reservation under which nothing was made.
     pub fn abandon(&self) -> Result<(), ProvisionError> {
         remove(&self.path).map(drop)
+    }
+}
+
+impl Drop for ReservationLock {
+    /// Unlocks it at once. A child that another thread has forked shares the lock until it
+    /// executes its program.
+    fn drop(&mut self) {
+        if let Err(error) = self.lock.unlock() {
+            tracing::warn!(reservation = %self.path.display(), %error, "cannot unlock");
+        }
     }
 }
 
@@ -181,11 +191,7 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
                 draft.place_new_locked(&path)
             });
             if let Some(lock) = placed.map_err(|e| failed("write", &path, e))? {
-                return Ok(ReservationLock {
-                    id,
-                    path,
-                    _lock: lock,
-                });
+                return Ok(ReservationLock { id, path, lock });
             }
         }
     }
@@ -303,7 +309,7 @@ fn hold_at(path: &Path) -> Result<Option<(ReservationLock, Reservation)>, Provis
             let held = ReservationLock {
                 id: reservation.id,
                 path: path.to_owned(),
-                _lock: lock,
+                lock,
             };
             (held, reservation)
         }));
@@ -355,5 +361,26 @@ pub fn failed(step: &'static str, path: &Path, source: io::Error) -> ProvisionEr
         step,
         path: path.to_owned(),
         source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_ends_with_its_owner() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("name.json");
+        let id = Uuid::now_v7();
+        let reservation = serde_json::json!({ "name": "a", "id": id });
+        fs::write(&path, reservation.to_string()).unwrap();
+        let held = hold_by_path(&path).unwrap().unwrap();
+        assert_eq!(held.id, id);
+        let busy = hold_by_path(&path);
+        assert!(matches!(busy, Err(ProvisionError::Busy(name)) if name == "a"));
+        let _of_a_child = held.lock.try_clone().unwrap();
+        drop(held);
+        assert!(hold_by_path(&path).unwrap().is_some());
     }
 }
