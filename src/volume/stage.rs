@@ -122,8 +122,8 @@ fn look(cx: OnLane<'_>, spec: &mut Stage) -> Result<(SafePath, Before), Cause> {
     Ok((place, before))
 }
 
-/// Whether a volume that its record calls staged is mounted or attached: an agent may have
-/// been killed while it unstaged it. If a look fails, it is.
+/// Whether a volume that its record calls staged is mounted, or attached if it is raw: an
+/// agent may have been killed while it unstaged it. If a look fails, it is.
 fn is_in_place(cx: OnLane<'_>, record: &Record) -> bool {
     let staged = || {
         let place = absent_is_none(cx.node.places.staging(&record.mount_point())).ok()?;

@@ -89,9 +89,9 @@ pub(super) async fn tear_down(cx: OnLane<'_>, record: &Record) -> Result<(), Cau
     let mut record = record.clone();
     let is_staged = record.phase == Phase::Staged;
     record.phase = Phase::Unstaging;
-    if is_staged && !record.found && record.inline.is_none() {
+    if is_staged && !record.found && record.inline.is_none() && record.mounts() {
         // The file still says staged. An agent that reads it after a crash looks whether the
-        // volume is mounted, or attached, and goes on from there in any case.
+        // volume is mounted, and goes on from there in any case.
         cx.volume.hold_record(record.clone());
     } else {
         cx.remember(&record).await?;

@@ -4,7 +4,7 @@
 use std::{fs, path::Path};
 
 use testkit::{
-    Content, Controller, MIB, Node, NodeSetup, Rng, Volume, all_loops, claim,
+    Content, Controller, MIB, Mode, Node, NodeSetup, Rng, Volume, all_loops, claim,
     crash_lifecycle_at_each_step, eventually, files_below, kill_during, kill_during_each_call,
     loops_over, refused, run, story,
 };
@@ -101,6 +101,38 @@ fn an_unstage_that_was_killed_binds_no_later_stage_to_its_arguments() {
         node.stage(&other).await.unwrap();
         assert_eq!(loops_over(&sandbox.image(&volume)).len(), 1);
         node.unstage(&other).await.unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_unstage_of_a_raw_volume_binds_no_later_stage_either() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        let other = volume.clone().mode(Mode::SingleNodeReaderOnly);
+        let attached = || loops_over(&sandbox.image(&volume)).len();
+        let mut free_while_attached = 0;
+        for at in 0.. {
+            node.stage(&volume).await.unwrap();
+            node.kill9().await;
+            node.start_crashing_at(at).await;
+            let unstaged = node.unstage(&volume).await.is_ok();
+            if unstaged {
+                assert!(at > 4, "only {at} steps");
+                break;
+            }
+            eventually("the agent ends", async || node.has_exited().then_some(())).await;
+            let before = attached();
+            node.restart().await;
+            match node.stage(&other).await {
+                Ok(()) => free_while_attached += before,
+                // The unstage had not begun.
+                Err(status) => assert_eq!(status.code(), AlreadyExists),
+            }
+            node.unstage(&volume).await.unwrap();
+        }
+        assert!(free_while_attached > 0);
         node.assert_clean().await;
     });
 }
