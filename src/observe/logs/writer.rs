@@ -1,13 +1,15 @@
-//! Writes log lines to stderr from a thread of its own.
+//! Writes log lines to stderr without waiting for it.
 //!
 //! stderr is a pipe to the container runtime. While it is not read, a write to a full
-//! pipe blocks the writing thread. So a line goes into a buffer in memory, and one
-//! thread writes the buffer out. A line that does not fit is dropped and counted; once
-//! the pipe takes lines again, one line in their place says how many are missing.
+//! pipe blocks the writing thread. So the caller writes its line where the pipe takes it at
+//! once (`RWF_NOWAIT`, pwritev2(2); pipes since Linux 6.4). Else the line goes into a buffer
+//! in memory, which a thread of its own writes out. A line that does not fit is dropped and
+//! counted; once the pipe takes lines again, one line in their place says how many are
+//! missing.
 
 use std::{
     cell::Cell,
-    io::{self, Write},
+    io::{self, IoSlice, Write},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
     time::Duration,
@@ -16,7 +18,7 @@ use std::{
 use rustix::{
     event::{PollFd, PollFlags, poll},
     fd::{AsFd, BorrowedFd, OwnedFd},
-    io::Errno,
+    io::{Errno, ReadWriteFlags, pwritev2},
 };
 use tracing_subscriber::fmt::MakeWriter;
 
@@ -45,6 +47,7 @@ pub struct LineWriter {
 
 #[derive(Debug)]
 struct LogBuffer {
+    sink: OwnedFd,
     limit: usize,
     queue: Mutex<PendingLines>,
     changed: Condvar,
@@ -58,9 +61,12 @@ struct PendingLines {
     dropped: u64,
     /// Whether the thread is writing a batch.
     writing: bool,
-    /// Whether the thread waits for lines, and how many threads wait until they are written:
-    /// a wake-up is a system call, also where nobody waits.
+    /// Whether the thread waits for lines: then all before are written.
     is_idle: bool,
+    /// Whether a write to the sink may wait in any case: a terminal, an older kernel's pipe.
+    cannot_nowait: bool,
+    /// How many threads wait until all are written: a wake-up is a system call, also where
+    /// nobody waits.
     flushing: usize,
 }
 
@@ -72,6 +78,7 @@ impl LineWriter {
 
     pub(super) fn with_limit(sink: OwnedFd, limit: usize) -> io::Result<Self> {
         let buffer = Arc::new(LogBuffer {
+            sink,
             limit,
             queue: Mutex::default(),
             changed: Condvar::new(),
@@ -80,7 +87,7 @@ impl LineWriter {
         thread::Builder::new()
             .name("log-writer".to_owned())
             .stack_size(STACK)
-            .spawn(move || written.write_out(&sink))?;
+            .spawn(move || written.write_out())?;
         Ok(Self { buffer })
     }
 
@@ -102,7 +109,7 @@ impl LogBuffer {
     }
 
     /// The body of the writer thread.
-    fn write_out(&self, sink: &OwnedFd) {
+    fn write_out(&self) {
         IS_WRITER.set(true);
         let mut batch = Vec::new();
         loop {
@@ -120,7 +127,7 @@ impl LogBuffer {
                 // After this batch and before later lines: in place of the dropped ones.
                 tracing::error!("{dropped} log lines dropped: stderr was not read");
             }
-            metrics::log_lines_dropped(write_all(sink.as_fd(), &batch));
+            metrics::log_lines_dropped(write_all(self.sink.as_fd(), &batch));
             batch.clear();
             batch.shrink_to(KEPT_CAPACITY);
             let mut queue = self.lock();
@@ -132,6 +139,13 @@ impl LogBuffer {
             }
         }
     }
+}
+
+/// Writes as much as the sink takes at once.
+fn write_at_once(sink: BorrowedFd<'_>, line: &[u8]) -> Result<usize, Errno> {
+    // At the file's own position (pwritev2(2)).
+    const CURRENT: u64 = u64::MAX;
+    pwritev2(sink, &[IoSlice::new(line)], CURRENT, ReadWriteFlags::NOWAIT)
 }
 
 /// Returns how many lines were lost, as when the pipe has no reader.
@@ -165,13 +179,24 @@ impl<'a> MakeWriter<'a> for LineWriter {
 impl Write for &LineWriter {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let mut queue = self.buffer.lock();
-        if queue.lines.len() + line.len() > self.buffer.limit && !IS_WRITER.get() {
+        // Under the lock, so that no other line comes between its parts.
+        let mut rest = line;
+        if queue.is_idle && !queue.cannot_nowait {
+            match write_at_once(self.buffer.sink.as_fd(), line) {
+                Ok(written) => rest = &line[written..],
+                Err(errno) => queue.cannot_nowait = errno == Errno::OPNOTSUPP,
+            }
+        }
+        if rest.is_empty() {
+            return Ok(line.len());
+        }
+        if queue.lines.len() + rest.len() > self.buffer.limit && !IS_WRITER.get() {
             queue.dropped += 1;
             drop(queue);
             metrics::log_lines_dropped(1);
             return Ok(line.len());
         }
-        queue.lines.extend_from_slice(line);
+        queue.lines.extend_from_slice(rest);
         let is_awaited = std::mem::take(&mut queue.is_idle);
         drop(queue);
         if is_awaited {
@@ -254,6 +279,40 @@ mod tests {
             said(&text)
         });
         assert_eq!(reader.join().unwrap(), logged);
+    }
+
+    #[test]
+    fn lines_keep_their_order() {
+        let (writer, mut source) = piped(64 << 20);
+        let line = |thread: usize, n: usize| {
+            // Some are longer than the pipe.
+            let bytes = if n % 16 == 5 { 100_000 } else { n };
+            format!("{thread} {n} {}\n", "x".repeat(bytes))
+        };
+        let (threads, lines) = (4, 64);
+        let all = (0..threads).flat_map(|thread| (0..lines).map(move |n| line(thread, n)));
+        let mut read = vec![0; all.map(|line| line.len()).sum()];
+        let read = thread::spawn(move || {
+            source.read_exact(&mut read).unwrap();
+            String::from_utf8(read).unwrap()
+        });
+        thread::scope(|scope| {
+            for thread in 0..threads {
+                let mut writer = &writer;
+                scope.spawn(move || {
+                    for n in 0..lines {
+                        writer.write_all(line(thread, n).as_bytes()).unwrap();
+                    }
+                });
+            }
+        });
+        let read = read.join().unwrap();
+        for thread in 0..threads {
+            let of_thread = read.split_inclusive('\n');
+            let of_thread = of_thread.filter(|it| it.starts_with(&format!("{thread} ")));
+            let expected: Vec<_> = (0..lines).map(|n| line(thread, n)).collect();
+            assert_eq!(of_thread.collect::<Vec<_>>(), expected);
+        }
     }
 
     #[test]
