@@ -119,7 +119,7 @@ check_monitoring = { [ -e $(PYTHON)/installed ] && command -v promtool && comman
 audit: ## Look for advisories against dependencies (needs the network and cargo-deny)
 	cargo deny check advisories
 
-# ONLY=nbd: one backend; QUICK=1: a short run, without usable numbers.
+# ONLY=nbd: one backend; QUICK=1: a short run, with fewer rounds and no p99.
 bench: setup ## Measure the cases of PERFORMANCE.md
 	@scripts/bench.sh
 
