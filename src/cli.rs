@@ -18,6 +18,7 @@ mod doctor;
 mod error;
 mod flow;
 mod held;
+mod named;
 mod orphans;
 mod persist;
 mod progress;

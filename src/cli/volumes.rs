@@ -16,8 +16,8 @@ use super::{
 use crate::{
     nbd::Export,
     proto::csi::{
-        CapacityRange, ControllerExpandVolumeRequest, CreateVolumeRequest, DeleteVolumeRequest,
-        NodeExpandVolumeRequest, Volume,
+        CapacityRange, ControllerExpandVolumeRequest, ControllerExpandVolumeResponse,
+        CreateVolumeRequest, DeleteVolumeRequest, NodeExpandVolumeRequest, Volume,
     },
     size::{Size, human},
 };
@@ -194,7 +194,29 @@ impl Context {
         self.create(request).await
     }
 
-    async fn create(&self, request: CreateVolumeRequest) -> Result<Volume, CliError> {
+    /// ControllerExpandVolume.
+    pub async fn expand_volume(
+        &self,
+        wanted: &str,
+        volume_id: String,
+        size: Size,
+    ) -> Result<ControllerExpandVolumeResponse, CliError> {
+        let request = ControllerExpandVolumeRequest {
+            volume_id,
+            capacity_range: Some(at_least(size)),
+            secrets: self.secrets.to_wire(),
+            ..Default::default()
+        };
+        self.controller(
+            format!("expand {wanted}"),
+            request,
+            async |mut client, request| client.controller_expand_volume(request).await,
+        )
+        .await
+    }
+
+    /// CreateVolume.
+    pub async fn create(&self, request: CreateVolumeRequest) -> Result<Volume, CliError> {
         let doing = format!("create {}", request.name);
         let name = request.name.clone();
         let label = format!("creating {name}");
@@ -401,17 +423,8 @@ impl Expand {
         let volume = context.volume(wanted).await?;
         let volume_id = volume.volume_id;
         let is_less = self.size.bytes() < volume.capacity_bytes;
-        let request = ControllerExpandVolumeRequest {
-            volume_id: volume_id.clone(),
-            capacity_range: Some(at_least(self.size)),
-            secrets: context.secrets.to_wire(),
-            ..Default::default()
-        };
-        let doing = format!("expand {wanted}");
         let grown = context
-            .controller(doing.clone(), request, async |mut client, request| {
-                client.controller_expand_volume(request).await
-            })
+            .expand_volume(wanted, volume_id.clone(), self.size)
             .await?;
         let mut expanded = Expanded {
             volume: wanted.clone(),
@@ -441,7 +454,7 @@ impl Expand {
                 secrets: context.secrets.to_wire(),
             };
             let work = context.node(
-                format!("{doing} on this node"),
+                format!("expand {wanted} on this node"),
                 request,
                 async |mut client, request| client.node_expand_volume(request).await,
             );

@@ -18,7 +18,10 @@ use super::{
 };
 use crate::{
     manager::{
-        desired,
+        desired::{
+            BadDesired, Desired,
+            named::{self, NamedFile, VolumeFile},
+        },
         directory::{VolumesDir, name_of},
     },
     proto::admin::{ListWantedVolumesRequest, PlanVolumesRequest, PlannedVolume, WantedVolume},
@@ -98,7 +101,8 @@ impl Answer for WantedAnswer {
 #[command(after_help = "\
 Without files: what is left to do with the agent's directory as it is now. With files:
 what `uringctl apply` of these would lead to. The plan foresees no failure: volumes that
-a process uses, for one, stay until it ends.
+a process uses, for one, stay until it ends. Of a [volume] that the controller would
+create there is no more to say.
 
 Examples:
   uringctl plan
@@ -125,11 +129,42 @@ struct PlanRow {
     reason: String,
 }
 
+impl PlanRow {
+    /// Of a volume that there is not yet.
+    fn to_create(name: &str, file: &NamedFile) -> Self {
+        let volume = &file.volume.name;
+        Self {
+            name: name.to_owned(),
+            volume_id: String::new(),
+            path: file.desired.path.display().to_string(),
+            state: "changing".to_owned(),
+            actions: vec![format!("create volume {volume}")],
+            reason: "the controller has no volume of this name".to_owned(),
+        }
+    }
+}
+
 impl Plan {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<PlanAnswer, CliError> {
-        let files = self.files.iter().map(|path| read(path));
-        let planned = context.plan(files.collect::<Result<_, _>>()?).await?;
+        let mut files = HashMap::new();
+        let mut volumes = Vec::new();
+        for path in &self.files {
+            let (name, text) = match read(path)? {
+                NewFile::Complete { name, text } => (name, text),
+                NewFile::Named { name, file } => {
+                    let to_create = PlanRow::to_create(&name, &file);
+                    let Some(desired) = context.complete_if_found(file).await? else {
+                        volumes.push(to_create);
+                        continue;
+                    };
+                    let text = written(path, &desired)?;
+                    (name, text)
+                }
+            };
+            let _: Option<String> = files.insert(name, text);
+        }
+        let planned = context.plan(files).await?;
         let row = |volume: PlannedVolume| PlanRow {
             name: volume.name,
             volume_id: volume.volume_id,
@@ -138,9 +173,8 @@ impl Plan {
             actions: volume.actions,
             reason: volume.reason,
         };
-        Ok(PlanAnswer {
-            volumes: planned.into_iter().map(row).collect(),
-        })
+        volumes.extend(planned.into_iter().map(row));
+        Ok(PlanAnswer { volumes })
     }
 }
 
@@ -272,6 +306,10 @@ impl Wait {
 The volume has the name of its file. The agent makes what the file asks for, and
 `uringctl wait` waits for it. If a file's form is wrong, nothing is written.
 
+A file with a table [volume] gets its handle and source from the controller, which
+finds the volume of that name, or creates it by the table's parameters. Nothing is
+written before every volume is there; the same command again continues.
+
 Examples:
   uringctl apply data.toml
   uringctl apply data.toml --directory /etc/uring-csi/volumes")]
@@ -334,9 +372,19 @@ impl Answer for FilesAnswer {
 impl Apply {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<FilesAnswer, CliError> {
-        let files = self.files.iter().map(|path| read(path));
-        let files: Vec<_> = files.collect::<Result<_, _>>()?;
+        let new = self.files.iter().map(|path| Ok((path, read(path)?)));
+        let new: Vec<_> = new.collect::<Result<_, CliError>>()?;
         let directory = self.at.open(context).await?;
+        let mut files = Vec::new();
+        for (path, file) in new {
+            files.push(match file {
+                NewFile::Complete { name, text } => (name, text),
+                NewFile::Named { name, file } => {
+                    let desired = context.complete(file).await?;
+                    (name, written(path, &desired)?)
+                }
+            });
+        }
         for (name, text) in &files {
             let written = directory.write(name, text);
             written.map_err(failed("write to", directory.path()))?;
@@ -349,16 +397,36 @@ impl Apply {
     }
 }
 
+/// A file to be written.
+enum NewFile {
+    /// As the agent takes it.
+    Complete { name: String, text: String },
+    /// The controller knows its handle and source.
+    Named { name: String, file: NamedFile },
+}
+
 /// Reads and checks a file.
-fn read(path: &Path) -> Result<(String, String), CliError> {
-    let bad = |why: String| CliError::BadFile {
-        path: path.to_owned(),
-        why,
-    };
+fn read(path: &Path) -> Result<NewFile, CliError> {
+    let bad = bad_file(path);
     let name = name_of(path).ok_or_else(|| bad("its name is not NAME.toml".to_owned()))?;
     let text = fs::read_to_string(path).map_err(failed("read", path))?;
-    desired::parse(&name, &text).map_err(|error| bad(error.to_string()))?;
-    Ok((name, text))
+    let parsed = named::parse(&name, &text).map_err(|error: BadDesired| bad(error.to_string()))?;
+    Ok(match parsed {
+        VolumeFile::Complete(_) => NewFile::Complete { name, text },
+        VolumeFile::Named(file) => NewFile::Named { name, file },
+    })
+}
+
+/// The text of a file.
+fn written(path: &Path, desired: &Desired) -> Result<String, CliError> {
+    toml::to_string(desired).map_err(|error| bad_file(path)(error.to_string()))
+}
+
+fn bad_file(path: &Path) -> impl Fn(String) -> CliError {
+    move |why| CliError::BadFile {
+        path: path.to_owned(),
+        why,
+    }
 }
 
 impl Remove {

@@ -5,10 +5,13 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::root::{RootMode, RootOwner};
 use crate::size::Size;
+
+#[cfg(feature = "cli")]
+pub mod named;
 
 /// The desired state of one volume on this machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,11 +78,25 @@ struct DesiredFile {
     size: Option<Size>,
     #[serde(skip_serializing_if = "Option::is_none")]
     secrets: Option<PathBuf>,
-    source: BTreeMap<String, String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    source: Option<BTreeMap<String, String>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    volume: Option<VolumeTable>,
     #[serde(skip_serializing_if = "Option::is_none")]
     mount: Option<MountTable>,
     #[serde(skip_serializing_if = "Option::is_none")]
     raw: Option<RawTable>,
+}
+
+/// A volume of the controller, in place of its handle and source.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VolumeTable {
+    /// The name that it was or is to be created with.
+    pub name: String,
+    /// The parameters of a StorageClass; `None`: it exists already.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parameters: Option<BTreeMap<String, String>>,
 }
 
 #[derive(Clone, Serialize, Deserialize)]
@@ -110,6 +127,17 @@ impl TryFrom<DesiredFile> for Desired {
     type Error = String;
 
     fn try_from(file: DesiredFile) -> Result<Self, String> {
+        let source = match (file.source, file.volume) {
+            (Some(source), None) => source,
+            (None, None) => return Err("needs a table [source]".to_owned()),
+            (_, Some(_)) => {
+                return Err(
+                    "has a table [volume]; `uringctl apply` asks the controller \
+                            for that volume and writes its [source]"
+                        .to_owned(),
+                );
+            }
+        };
         let (access, path, read_only) = match (file.mount, file.raw) {
             (Some(mount), None) => {
                 let MountTable {
@@ -146,7 +174,7 @@ impl TryFrom<DesiredFile> for Desired {
         }
         Ok(Self {
             handle: file.handle,
-            source: file.source,
+            source,
             access,
             path,
             read_only,
@@ -182,7 +210,8 @@ impl From<Desired> for DesiredFile {
             handle: desired.handle,
             size: desired.size,
             secrets: desired.secrets,
-            source: desired.source,
+            source: Some(desired.source),
+            volume: None,
             mount,
             raw,
         }
@@ -237,6 +266,10 @@ impl BadDesired {
 
 /// Reads a file's text. `name` is the file's name without `.toml`.
 pub fn parse(name: &str, text: &str) -> Result<Desired, BadDesired> {
+    parse_as(name, text)
+}
+
+fn parse_as<T: DeserializeOwned>(name: &str, text: &str) -> Result<T, BadDesired> {
     check_handle("the file's name", name).map_err(BadDesired::whole)?;
     toml::from_str(text).map_err(|error| {
         // An error of the whole text is at all of it.

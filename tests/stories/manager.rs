@@ -375,6 +375,80 @@ fn a_volume_that_up_makes_persists() {
 }
 
 #[test]
+fn a_file_names_a_volume_of_the_controller() {
+    story(async |sandbox| {
+        let mut machine = Machine::start_with(sandbox, NodeSetup::new(sandbox)).await;
+        let controller = Controller::start(sandbox).await;
+        machine.operator = Operator::new(&machine.node, &controller);
+        let operator = &machine.operator;
+        let path = machine.path("data");
+        let file = sandbox.dir().join("data.toml");
+        let write = |size: &str, volume: &str| {
+            let text = format!(
+                "size = '{size}'\n[volume]\n{volume}\n[raw]\npath = '{}'\n",
+                path.display()
+            );
+            fs::write(&file, text).unwrap();
+        };
+        let command = |command| operator.run(&[command, file.to_str().unwrap()]);
+        let apply = || {
+            let (code, _, err) = command("apply");
+            assert_eq!(code, 0, "{err}");
+            machine.wait("data", "mounted");
+        };
+        let volumes = || operator.json(&["list"])["volumes"].clone();
+
+        write("64Mi", "name = 'data-1'");
+        for of in ["plan", "apply"] {
+            let (code, _, err) = command(of);
+            assert!(code == 3 && err.contains("data-1"), "{of}: {code}: {err}");
+        }
+        write("64Mi", "name = 'data-1'\nparameters = {}");
+        let (_, planned, _) = command("plan");
+        assert!(planned.contains("create volume data-1"), "{planned}");
+        assert_eq!(
+            volumes(),
+            Value::Array(Vec::new()),
+            "a plan creates nothing"
+        );
+        apply();
+        let content = Content::new("named");
+        content.write_at(&path, MIB).unwrap();
+        let one = volumes();
+        assert_eq!(one[0]["name"], "data-1");
+        // As after an uringctl that was killed before it wrote the file.
+        machine.remove("data");
+        machine.wait("data", "gone");
+        apply();
+        assert_eq!(volumes(), one);
+
+        write("96Mi", "name = 'data-1'\nparameters = {}");
+        apply();
+        assert_eq!(volumes()[0]["capacity_bytes"], 96 * MIB);
+        let size = run(&["blockdev", "--getsize64", path.to_str().unwrap()]);
+        assert_eq!(size.trim(), (96 * MIB).to_string());
+        // A smaller size is less than it has, other parameters are those of another volume.
+        write("64Mi", "name = 'data-1'");
+        apply();
+        write("64Mi", "name = 'data-1'\nparameters.directIO = 'false'");
+        let (code, _, err) = command("apply");
+        assert!(code == 4 && err.contains("create data-1"), "{code}: {err}");
+        content.assert_at(&path, MIB);
+
+        // Whoever writes the agent's directory without uringctl learns what is missing.
+        let text = fs::read_to_string(&file).unwrap();
+        machine.write("data", &text);
+        machine
+            .wait_for("data", "bad", "`uringctl apply` asks")
+            .await;
+        operator.json(&["remove", "data"]);
+        machine.wait("data", "gone");
+        operator.json(&["delete", "data-1"]);
+        machine.node.assert_clean().await;
+    });
+}
+
+#[test]
 fn systemd_learns_when_the_wanted_volumes_are_there() {
     story(async |sandbox| {
         let machine = Machine::start(sandbox).await;

@@ -1,0 +1,88 @@
+//! Files that name a volume of the controller: it is found or created, and the file gets its
+//! handle and source.
+
+use tonic::Code;
+
+use super::{args::AccessArgs, context::Context, error::CliError};
+use crate::{
+    manager::desired::{Desired, DesiredAccess, named::NamedFile},
+    proto::csi::{CapacityRange, CreateVolumeRequest, Volume},
+};
+
+impl Context {
+    /// The file with its volume's handle and source. The volume is created if there is none
+    /// and the file has parameters, and expanded if it is smaller than the file asks.
+    pub async fn complete(&self, file: NamedFile) -> Result<Desired, CliError> {
+        let name = file.volume.name.clone();
+        let found = self.named_volume(&name).await?;
+        let volume = match (&file.volume.parameters, found) {
+            (None, None) => return Err(CliError::NoSuchVolume(name)),
+            (None, Some(found)) => found,
+            (Some(_), Some(found)) if found.volume_id == name => found,
+            // Also of a volume that exists: the controller refuses other parameters.
+            (Some(parameters), found) => {
+                let wanted = file.desired.size.map_or(0, |size| size.bytes());
+                let required_bytes = found.map_or(wanted, |it| it.capacity_bytes.min(wanted));
+                let request = CreateVolumeRequest {
+                    name: name.clone(),
+                    capacity_range: Some(CapacityRange {
+                        required_bytes,
+                        limit_bytes: 0,
+                    }),
+                    volume_capabilities: vec![usage(&file.desired).capability()],
+                    parameters: parameters.clone().into_iter().collect(),
+                    secrets: self.secrets.to_wire(),
+                    ..Default::default()
+                };
+                self.create(request).await?
+            }
+        };
+        if let Some(size) = file.desired.size
+            && volume.capacity_bytes < size.bytes()
+        {
+            let _ = self
+                .expand_volume(&name, volume.volume_id.clone(), size)
+                .await?;
+        }
+        Ok(completed(file, volume))
+    }
+
+    /// The file with its volume's handle and source; `None`: the volume is yet to be created.
+    pub async fn complete_if_found(&self, file: NamedFile) -> Result<Option<Desired>, CliError> {
+        match self.named_volume(&file.volume.name).await? {
+            Some(volume) => Ok(Some(completed(file, volume))),
+            None if file.volume.parameters.is_some() => Ok(None),
+            None => Err(CliError::NoSuchVolume(file.volume.name)),
+        }
+    }
+
+    /// The controller's volume with this name. Of directories of NFS servers there is no
+    /// list: they are found by CreateVolume alone.
+    async fn named_volume(&self, name: &str) -> Result<Option<Volume>, CliError> {
+        match self.volume(name).await {
+            Err(CliError::NoSuchVolume(_)) => Ok(None),
+            Err(CliError::Refused { status, .. }) if status.code() == Code::NotFound => Ok(None),
+            found => found.map(Some),
+        }
+    }
+}
+
+fn completed(file: NamedFile, volume: Volume) -> Desired {
+    let source = volume.volume_context.into_iter().collect();
+    file.complete(volume.volume_id, source)
+}
+
+/// How the volume is to be used.
+fn usage(desired: &Desired) -> AccessArgs {
+    match &desired.access {
+        DesiredAccess::Raw => AccessArgs {
+            block: true,
+            ..AccessArgs::default()
+        },
+        DesiredAccess::Mount { fs, options, .. } => AccessArgs {
+            fs: fs.clone(),
+            mount_options: options.clone(),
+            ..AccessArgs::default()
+        },
+    }
+}
