@@ -260,13 +260,10 @@ impl Wait {
         };
         loop {
             let missing = match context.wanted().await {
-                Ok(volumes) => {
-                    let volume = volumes.into_iter().find(|it| it.name == self.name);
-                    match self.missing(volume) {
-                        Some(missing) => missing,
-                        None => break,
-                    }
-                }
+                Ok(volumes) => match self.missing(volumes) {
+                    Some(missing) => missing,
+                    None => break,
+                },
                 Err(error) if error.is_uncertain() => error.to_string(),
                 Err(error) => return Err(error),
             };
@@ -286,17 +283,23 @@ impl Wait {
         })
     }
 
-    /// What the volume still lacks.
-    fn missing(&self, volume: Option<WantedVolume>) -> Option<String> {
-        match (self.until, volume) {
-            (Until::Gone, None) => None,
-            (Until::Mounted, None) => Some("no file asks for it".to_owned()),
-            (Until::Mounted, Some(volume)) if volume.is_wanted && volume.state == "ready" => None,
-            (_, Some(volume)) if volume.detail.is_empty() => {
-                Some(format!("it is {}", volume.state))
-            }
-            (_, Some(volume)) => Some(volume.detail),
-        }
+    /// What the volume still lacks. A file whose handle changed, or that cannot be used, has
+    /// two: the one that it asked for is still to go.
+    fn missing(&self, volumes: Vec<WantedVolume>) -> Option<String> {
+        let mut of_file = volumes.into_iter().filter(|it| it.name == self.name);
+        let volume = match self.until {
+            Until::Gone => of_file.next()?,
+            Until::Mounted => match of_file.find(|it| it.is_wanted) {
+                None => return Some("no file asks for it".to_owned()),
+                Some(volume) if volume.state == "ready" => return None,
+                Some(volume) => volume,
+            },
+        };
+        Some(if volume.detail.is_empty() {
+            format!("it is {}", volume.state)
+        } else {
+            volume.detail
+        })
     }
 }
 
@@ -517,5 +520,33 @@ impl Context {
             )
             .await?;
         Ok(answer.volumes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_two_volumes_of_one_file_the_wanted_one_is_waited_for() {
+        let row = |is_wanted, state: &str| WantedVolume {
+            name: "data".to_owned(),
+            state: state.to_owned(),
+            is_wanted,
+            ..WantedVolume::default()
+        };
+        let missing = |until, volumes: &[WantedVolume]| {
+            let name = "data".to_owned();
+            Wait { name, until }.missing(volumes.to_vec())
+        };
+        let is = |state: &str| Some(format!("it is {state}"));
+        let both = [row(false, "blocked"), row(true, "ready")];
+        assert_eq!(missing(Until::Mounted, &both), None);
+        assert_eq!(missing(Until::Gone, &both), is("blocked"));
+        let swapped = [row(true, "changing"), row(false, "ready")];
+        assert_eq!(missing(Until::Mounted, &swapped), is("changing"));
+        let none = Some("no file asks for it".to_owned());
+        assert_eq!(missing(Until::Mounted, &both[..1]), none);
+        assert_eq!(missing(Until::Gone, &[]), None);
     }
 }
