@@ -1,7 +1,7 @@
 //! The system calls, ioctls and their numbers that rustix lacks.
 //!
 //! With `ring` and `ceph::client` the only unsafe code; of this module's the controller uses
-//! only leases, a clock, the page cache, writeback and watched sockets.
+//! only leases, a clock, the page cache, project quotas, writeback and watched sockets.
 
 use std::{fmt, fs, io, str::FromStr};
 
@@ -34,6 +34,8 @@ pub mod page_cache;
 pub mod pidfd;
 #[cfg(feature = "node")]
 pub mod privileges;
+#[cfg(feature = "controller")]
+pub mod project;
 #[cfg(feature = "node")]
 pub mod sysfs;
 #[cfg(feature = "node")]

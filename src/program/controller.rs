@@ -52,7 +52,7 @@ use crate::{
     provision::{
         ProvisionError, StoreKind, Stores,
         images::{Copies, ImageStore},
-        nfs::{NfsExport, NfsStore, OnDelete},
+        nfs::{NfsExport, NfsStore, OnDelete, QuotaPolicy},
         rbd::{ObjectNames, Operators, PurgeTimes, QUIET_FOR, RbdStore, SecretDir, Settings},
     },
 };
@@ -112,6 +112,15 @@ struct ControllerOptions {
         value_name = "POLICY"
     )]
     nfs_on_delete: OnDelete,
+    /// Quotas of new directories: auto, those that the share's file system enforces;
+    /// required, none is made without; off.
+    #[arg(
+        long,
+        env = "URING_CSI_NFS_QUOTA",
+        default_value = "auto",
+        value_name = "POLICY"
+    )]
+    nfs_quota: QuotaPolicy,
     /// Report capabilities that are alpha in CSI 1.13 (GET_SNAPSHOT, GET_VOLUME_HEALTH,
     /// LIST_VOLUME_HEALTH, SNAPSHOT_METADATA_SERVICE); older sidecars do not know them.
     #[arg(long, env = "URING_CSI_ALPHA_CAPABILITIES")]
@@ -270,7 +279,12 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     if let Some(rbd) = rbd.clone() {
         metrics.before_scrape(move || report_clusters(&rbd));
     }
-    let directories = NfsStore::new(options.nfs_export, options.nfs_on_delete, copies.clone())?;
+    let directories = NfsStore::new(
+        options.nfs_export,
+        options.nfs_on_delete,
+        options.nfs_quota,
+        copies.clone(),
+    )?;
     let directories = has_directories.then(|| Arc::new(directories));
     let stores = Stores::new(images, rbd, directories, &lanes);
     let readiness = Readiness::default();

@@ -135,10 +135,17 @@ pub enum ProvisionError {
         /// Without its first slash.
         share: String,
     },
+    /// The controller was started with `--nfs-quota=required`.
+    #[error("the volume of directory {directory} cannot have a quota: {why}")]
+    NoQuota {
+        directory: String,
+        /// What it lacks.
+        why: &'static str,
+    },
     /// csi-driver-nfs packed the snapshot.
     #[error(
-        "snapshot {0:?} is an archive of csi-driver-nfs, which this driver does not unpack: unpack \
-         it in a pod with a new volume"
+        "snapshot {0:?} is an archive of csi-driver-nfs, which does not say of which volume it is; \
+         volumes can be made of it, and it can be deleted"
     )]
     PackedSnapshot(String),
     /// What has a snapshot's name is none.
@@ -339,6 +346,7 @@ impl ProvisionError {
             | Self::PoolNotGiven { .. }
             | Self::HandleOfNoBackend { .. }
             | Self::ShareNotGiven { .. }
+            | Self::NoQuota { .. }
             | Self::PackedSnapshot(_)
             | Self::NotSnapshot { .. }
             | Self::Archived { .. }
@@ -384,7 +392,7 @@ fn of_io(error: &io::Error) -> Kind {
     match error.kind() {
         E::StorageFull | E::QuotaExceeded => Kind::Exhausted,
         E::FileTooLarge => Kind::OutOfRange,
-        E::Unsupported | E::InvalidFilename => Kind::Precondition,
+        E::Unsupported | E::InvalidFilename | E::InvalidData => Kind::Precondition,
         _ => Kind::Transient,
     }
 }

@@ -8,13 +8,13 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    io,
+    fs, io,
     path::Path,
 };
 
 use rustix::{
     fd::OwnedFd,
-    fs::{Mode, chmod, fstat},
+    fs::{FileType, Mode, chmod, fstat},
 };
 use tokio::sync::OwnedMutexGuard;
 
@@ -32,24 +32,27 @@ mod class;
 mod export;
 mod handle;
 mod making;
+mod quota;
 mod records;
 mod removal;
 mod snapshots;
 #[cfg(test)]
 mod tests;
 mod tree;
+mod unpack;
 
 pub use class::is_ours as is_of_class;
 pub use export::NfsExport;
 pub use handle::is_ours as is_handle;
 
 pub use class::OnDelete;
+pub use quota::QuotaPolicy;
 
 use class::NewDirectory;
 use handle::{DELETED, DirectoryHandle};
 use making::DirectoryDraft;
 use records::{DirectoryRecord, RecordedDirectories, VolumeRecords};
-use snapshots::DirectorySnapshotHandle;
+use snapshots::PackedSnapshot;
 use tree::TreeSize;
 
 const OF_SNAPSHOT: &str = "it is the directory of a snapshot, or in that";
@@ -66,6 +69,7 @@ pub struct NfsStore {
     exports: Vec<NfsExport>,
     /// What a delete does where the handle does not say it.
     on_delete: OnDelete,
+    quotas: QuotaPolicy,
     copies: Copies,
     /// Held while a directory is made or moved.
     directories: KeyedMutex,
@@ -77,6 +81,7 @@ impl NfsStore {
     pub fn new(
         exports: Vec<NfsExport>,
         on_delete: OnDelete,
+        quotas: QuotaPolicy,
         copies: Copies,
     ) -> Result<Self, String> {
         for (at, export) in exports.iter().enumerate() {
@@ -90,6 +95,7 @@ impl NfsStore {
         Ok(Self {
             exports,
             on_delete,
+            quotas,
             copies,
             directories: KeyedMutex::default(),
             recorded: RecordedDirectories::default(),
@@ -141,45 +147,95 @@ impl NfsStore {
         }
     }
 
-    /// Makes an empty directory, or finds it.
-    fn create_empty(&self, made: &NewDirectory) -> Result<(), ProvisionError> {
+    /// The size of a new volume that gets a quota; none if it gets no quota.
+    fn quota(
+        &self,
+        root: &OwnedFd,
+        directory: &Directory,
+        range: Range,
+    ) -> Result<Option<u64>, ProvisionError> {
+        if self.quotas == QuotaPolicy::Off {
+            return Ok(None);
+        }
+        let obstacle = quota::obstacle(root, directory.sub_dir());
+        match obstacle.map_err(failed("read the quota of", directory))? {
+            None => range.choose(0, 0).map(Some),
+            Some(why) if self.quotas == QuotaPolicy::Auto => {
+                tracing::info!(%directory, why, "the size of the volume is not enforced");
+                Ok(None)
+            }
+            Some(why) => Err(ProvisionError::NoQuota {
+                directory: directory.to_string(),
+                why,
+            }),
+        }
+    }
+
+    /// The size of a volume that has a quota, else 0.
+    fn size_of(&self, directory: &Directory) -> Result<u64, ProvisionError> {
+        let (above, dir) = self.opened(directory)?;
+        quota::limit(&above, &dir).map_err(failed("read the quota of", directory))
+    }
+
+    /// A volume's directory, and the one above it.
+    fn opened(&self, directory: &Directory) -> Result<(OwnedFd, OwnedFd), ProvisionError> {
+        let export = self.export(directory)?;
+        let (parent, name) = below::split(directory.sub_dir());
+        let opened = export.open().and_then(|root| {
+            let above = below::walk(&root, parent)?;
+            let dir = below::walk(&above, name)?;
+            Ok((above, dir))
+        });
+        opened.map_err(failed("open", directory))
+    }
+
+    /// Makes an empty directory, or finds it; returns its size if that is enforced, else 0.
+    fn create_empty(&self, made: &NewDirectory, range: Range) -> Result<u64, ProvisionError> {
         let directory = &made.handle.directory;
         let export = self.export(directory)?;
+        let root = export.open().map_err(failed("open", &export.share))?;
         let path = records::of_volume(&made.handle);
         let record = DirectoryRecord {
             handle: made.handle.to_string(),
             source: None,
         };
+        let sub_dir = directory.sub_dir();
+        let locked = self.lock_for_new(export, sub_dir, &record.handle);
+        let _directory = locked.map_err(failed("make", directory))?;
+        let quota = self.quota(&root, directory, range)?;
         let attempt = || {
-            let root = export.open()?;
-            let sub_dir = directory.sub_dir();
-            let _directory = self.lock_for_new(export, sub_dir, &record.handle)?;
             let found: Option<DirectoryRecord> = records::read(&root, &path)?;
             if found.is_some_and(|it| it != record) && export.has(sub_dir)? {
-                return Ok(Some("it is a copy of a volume or snapshot"));
+                return Ok(Err("it is a copy of a volume or snapshot"));
             }
             if snapshots::has(&root, sub_dir)? {
-                return Ok(Some(OF_SNAPSHOT));
+                return Ok(Err(OF_SNAPSHOT));
             }
             if !made.handle.uuid.is_empty() {
                 records::write(&root, &path, &record)?;
             }
             crash_point();
-            export.make(sub_dir, made.mode).map(|()| None)
+            let dir = export.make(sub_dir, made.mode)?;
+            let Some(bytes) = quota else {
+                return Ok(Ok(0));
+            };
+            crash_point();
+            let above = below::walk(&root, below::split(sub_dir).0)?;
+            quota::give(&above, &dir, &directory.to_string(), bytes).map(Ok)
         };
-        match attempt().map_err(failed("make", directory))? {
-            None => Ok(()),
-            Some(how) => Err(differs(made, how)),
-        }
+        let attempted = attempt().map_err(failed("make", directory))?;
+        attempted.map_err(|how| differs(made, how))
     }
 
-    /// Makes a copy, or finds the one that an equal request made.
+    /// Makes a copy, or finds the one that an equal request made; returns its size if that is
+    /// enforced, else 0.
     fn create_copy(
         &self,
         made: &NewDirectory,
-        name: &str,
+        new: &NewVolume,
         source: &ContentSource,
-    ) -> Result<(), ProvisionError> {
+    ) -> Result<u64, ProvisionError> {
+        let name = &new.name;
         let directory = &made.handle.directory;
         let sub_dir = directory.sub_dir();
         let export = self.export(directory)?;
@@ -191,31 +247,43 @@ impl NfsStore {
             source: Some(source.clone()),
         };
         let draft = DirectoryDraft::begin(&root, &path).map_err(cannot("make"))?;
-        let draft = draft.ok_or_else(|| ProvisionError::Busy(name.to_owned()))?;
+        let draft = draft.ok_or_else(|| ProvisionError::Busy(name.clone()))?;
         if export.has(sub_dir).map_err(cannot("look for"))? {
             let found: Option<DirectoryRecord> =
                 records::read(&root, &path).map_err(cannot("look for"))?;
             return match found {
                 // Its maker may have been killed before it was durable.
                 Some(found) if found == record => {
-                    making::sync_place(&root, sub_dir).map_err(cannot("make"))
+                    making::sync_place(&root, sub_dir).map_err(cannot("make"))?;
+                    self.size_of(directory)
                 }
                 _ => Err(differs(made, "the directory is not a copy of that source")),
             };
         }
         let from = match source {
-            ContentSource::Volume(handle) => self.volume_tree(handle)?,
-            ContentSource::Snapshot(handle) => self.snapshot_tree(handle)?,
+            ContentSource::Volume(handle) => DirectoryOrigin::Tree(self.volume_tree(handle)?),
+            ContentSource::Snapshot(handle) => self.snapshot_content(handle)?,
         };
-        let to = draft.make().map_err(cannot("make"))?;
+        let quota = self.quota(&root, directory, new.range)?;
+        let to = draft.make(sub_dir).map_err(cannot("make"))?;
+        let size = match quota {
+            None => 0,
+            Some(bytes) => {
+                let limited = draft.limit(&to, &directory.to_string(), bytes);
+                limited.map_err(cannot("limit"))?
+            }
+        };
         let target = CopyTarget {
             kind: CopyKind::Volume,
-            name: name.to_owned(),
+            name: name.clone(),
             handle: record.handle.clone(),
             source: source.handle().to_owned(),
             pool: export.share.to_string(),
         };
-        self.copy(&from, &to, target)?;
+        match &from {
+            DirectoryOrigin::Tree(tree) => drop(self.copy(tree, &to, target, size)?),
+            DirectoryOrigin::Packed(packed) => self.unpack(packed, &to, target, size)?,
+        }
         if let Some(mode) = made.mode {
             let done = chmod(below::path_of(&to, ""), Mode::from_raw_mode(mode));
             let done = done.map_err(io::Error::from);
@@ -230,17 +298,19 @@ impl NfsStore {
         crash_point();
         records::write(&root, &path, &record).map_err(cannot("record"))?;
         match draft.place(sub_dir).map_err(cannot("make"))? {
-            Done::Now => Ok(()),
+            Done::Now => Ok(size),
             Done::Already => Err(differs(made, "another volume has made the directory")),
         }
     }
 
-    /// Fills an empty directory with the source's content.
+    /// Fills an empty directory, which has room for `most` bytes, with the source's content;
+    /// 0: any number.
     fn copy(
         &self,
         from: &SourceTree<'_>,
         to: &OwnedFd,
         target: CopyTarget,
+        most: u64,
     ) -> Result<TreeSize, ProvisionError> {
         let cannot = |source, below: &Path| ProvisionError::Io {
             step: "copy",
@@ -249,6 +319,14 @@ impl NfsStore {
         };
         let top = |source| cannot(source, Path::new(""));
         let size = tree::measure(&from.root).map_err(top)?;
+        // Privileged writers may exceed a quota of ext4.
+        if most != 0 && size.allocated > most {
+            let why = format!("{most} is too little: the source takes {}", size.allocated);
+            return Err(ProvisionError::Size {
+                field: "required_bytes",
+                why,
+            });
+        }
         let running = self.copies.begin(target, size.bytes)?;
         tree::copy(&from.root, to, &running).map_err(|error| cannot(error.source, &error.path))?;
         // If it was deleted meanwhile, some of it may be missing in the copy.
@@ -264,15 +342,33 @@ impl NfsStore {
         SourceTree::open(export, parsed.directory, missing)
     }
 
-    fn snapshot_tree(&self, handle: &str) -> Result<SourceTree<'_>, ProvisionError> {
-        self.find_snapshot(handle)?;
-        let missing = MissingSource::Snapshot(handle.to_owned());
-        let parsed: Result<DirectorySnapshotHandle, _> = handle.parse();
-        let parsed = parsed.map_err(|_| missing.clone())?;
-        let (share, data) = (&parsed.share, parsed.data());
-        let directory = Directory::new(share.server(), share.share(), &data);
-        let directory = directory.map_err(|_| missing.clone())?;
-        SourceTree::open(self.export(share)?, directory, missing)
+    /// Fills an empty directory, which has room for `most` bytes, with what an archive has;
+    /// 0: any number.
+    fn unpack(
+        &self,
+        from: &PackedSnapshot,
+        to: &OwnedFd,
+        target: CopyTarget,
+        most: u64,
+    ) -> Result<(), ProvisionError> {
+        let place = Path::new("/").join(&target.pool).join(&from.path);
+        let cannot = |source, below: &Path| ProvisionError::Io {
+            step: "unpack",
+            path: place.join(below),
+            source,
+        };
+        let opened = || {
+            let stat = fstat(&from.archive)?;
+            if !FileType::from_raw_mode(stat.st_mode).is_file() {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "it is no file"));
+            }
+            let length = u64::try_from(stat.st_size).unwrap_or(0);
+            Ok((fs::File::from(tree::reopen(&from.archive)?), length))
+        };
+        let (archive, length) = opened().map_err(|error| cannot(error, Path::new("")))?;
+        let running = self.copies.begin(target, length)?;
+        let done = unpack::unpack(archive, from.is_compressed, to, most, &running);
+        done.map_err(|error| cannot(error.source, &error.path))
     }
 
     /// The volume, whose directory must be there.
@@ -285,6 +381,12 @@ impl NfsStore {
             Err(ProvisionError::NoVolume(handle.to_owned()))
         }
     }
+}
+
+/// What a new volume is filled with.
+enum DirectoryOrigin<'s> {
+    Tree(SourceTree<'s>),
+    Packed(PackedSnapshot),
 }
 
 /// A directory to copy.
@@ -412,13 +514,16 @@ impl Provisioner for NfsStore {
         if made.handle.on_delete.is_empty() {
             self.on_delete.word().clone_into(&mut made.handle.on_delete);
         }
-        match &new.source {
-            None => self.create_empty(&made)?,
-            Some(source) => self.create_copy(&made, &new.name, source)?,
+        let bytes = match &new.source {
+            None => self.create_empty(&made, new.range)?,
+            Some(source) => self.create_copy(&made, new, source)?,
+        };
+        if bytes != 0 && !new.range.holds(bytes) {
+            return Err(differs(&made, &format!("its size is {bytes}")));
         }
         Ok(VolumeInfo {
             source: new.source.clone(),
-            ..volume(&made.handle, made.context)
+            ..volume(&made.handle, made.context, bytes)
         })
     }
 
@@ -480,18 +585,28 @@ impl Provisioner for NfsStore {
         Ok(())
     }
 
-    /// Nothing limits a directory, so it has any size.
+    /// A directory without a quota has any size.
     fn expand_volume(
         &self,
         handle: &str,
         range: Range,
         _: &Secrets,
     ) -> Result<u64, ProvisionError> {
-        self.existing(handle)?;
-        Ok(match range.required {
+        let directory = self.existing(handle)?.directory;
+        let bytes = match range.required {
             0 => range.limit,
             bytes => bytes,
-        })
+        };
+        let (above, dir) = self.opened(&directory)?;
+        let grown = quota::expand(&above, &dir, bytes);
+        let grown = grown.map_err(failed("raise the quota of", &directory))?;
+        match grown {
+            Some(size) if !range.holds(size) => Err(ProvisionError::Size {
+                field: "limit_bytes",
+                why: format!("{} is too little: the volume has {size}", range.limit),
+            }),
+            grown => Ok(grown.unwrap_or(bytes)),
+        }
     }
 
     fn modify_volume(
@@ -523,8 +638,9 @@ impl Provisioner for NfsStore {
             ("subDir", it.sub_dir().to_owned()),
         ];
         let context = context.map(|(key, value)| (key.to_owned(), value));
+        let bytes = self.size_of(it)?;
         Ok(PublishedVolume {
-            volume: volume(&parsed, context.into()),
+            volume: volume(&parsed, context.into(), bytes),
             nodes: Vec::new(),
         })
     }
@@ -600,11 +716,11 @@ impl Provisioner for NfsStore {
     }
 }
 
-fn volume(handle: &DirectoryHandle, context: BTreeMap<String, String>) -> VolumeInfo {
+/// With 0 bytes, for a volume without a quota, the provisioner takes the size of the claim.
+fn volume(handle: &DirectoryHandle, context: BTreeMap<String, String>, bytes: u64) -> VolumeInfo {
     VolumeInfo {
         handle: handle.to_string(),
-        // Not limited: the provisioner takes the size of the claim.
-        bytes: 0,
+        bytes,
         context,
         source: None,
         local: false,

@@ -28,6 +28,7 @@ mod nbd;
 mod nbd_pool;
 mod nfs;
 mod nfs_controller;
+mod nfs_quota;
 mod node_rules;
 mod nodes;
 mod observability;

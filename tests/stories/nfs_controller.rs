@@ -11,7 +11,7 @@ use std::{
 
 use testkit::{
     Content, Controller, ControllerSetup, MIB, Mode, NfsServer, Node, SHARE, Sandbox, Volume,
-    can_use_nfs, eventually, from_snapshot, from_volume, provisioned, range, refused, story,
+    can_use_nfs, eventually, from_snapshot, from_volume, provisioned, range, refused, run, story,
 };
 use tonic::Code;
 use uring_csi::proto::csi::{CreateVolumeRequest, GetCapacityRequest, ListSnapshotsRequest};
@@ -19,11 +19,16 @@ use uring_csi::proto::csi::{CreateVolumeRequest, GetCapacityRequest, ListSnapsho
 use super::operator::Operator;
 
 /// A controller that has this directory as a share, and no pool.
-async fn over(sandbox: &Sandbox, dir: &Path) -> Controller {
-    let export = format!("127.0.0.1:{SHARE}={}", dir.display());
+pub(super) async fn over(sandbox: &Sandbox, dir: &Path) -> Controller {
+    over_with(sandbox, dir, "--nfs-quota=auto").await
+}
+
+/// The same with one more argument.
+pub(super) async fn over_with(sandbox: &Sandbox, dir: &Path, arg: &str) -> Controller {
+    let export = format!("--nfs-export=127.0.0.1:{SHARE}={}", dir.display());
     let setup = ControllerSetup {
         pools: Vec::new(),
-        args: vec!["--nfs-export".to_owned(), export],
+        args: vec![export, arg.to_owned()],
         ..ControllerSetup::new(sandbox)
     };
     Controller::start_with(sandbox, setup).await
@@ -35,7 +40,7 @@ fn class(more: &[(&str, &str)]) -> HashMap<String, String> {
     base.iter().chain(more).map(owned).collect()
 }
 
-fn claim(name: &str, more: &[(&str, &str)]) -> CreateVolumeRequest {
+pub(super) fn claim(name: &str, more: &[(&str, &str)]) -> CreateVolumeRequest {
     let shared = Volume::filesystem("", "").mode(Mode::MultiNodeMultiWriter);
     CreateVolumeRequest {
         name: name.to_owned(),
@@ -252,7 +257,7 @@ fn share(sandbox: &Sandbox, name: &str) -> PathBuf {
     }
 }
 
-fn names(dir: &Path) -> Vec<String> {
+pub(super) fn names(dir: &Path) -> Vec<String> {
     let all = fs::read_dir(dir).expect("a directory");
     let name = |entry: std::io::Result<fs::DirEntry>| {
         let name = entry.expect("an entry").file_name();
@@ -357,7 +362,7 @@ fn snapshots_and_clones_are_copies_of_directories() {
 }
 
 #[test]
-fn snapshots_of_csi_driver_nfs_are_deleted_and_nothing_else_is() {
+fn snapshots_of_csi_driver_nfs_are_restored_and_deleted_and_nothing_else_is() {
     story(async |sandbox| {
         let dir = sandbox.pool("main");
         let controller = over(sandbox, &dir).await;
@@ -369,13 +374,31 @@ fn snapshots_of_csi_driver_nfs_are_deleted_and_nothing_else_is() {
             Code::FailedPrecondition,
             &["is no snapshot"],
         );
-        fs::write(dir.join("snap/pvc-1.tar.gz"), "x").expect("written");
         let mut restore = claim("restored", &[]);
         restore.volume_content_source = Some(from_snapshot(id));
+        let archive = dir.join("snap/pvc-1.tar.gz");
+        fs::write(&archive, "x").expect("written");
+        let damaged = controller.create(restore.clone()).await;
+        refused(damaged, Code::FailedPrecondition, &["is damaged"]);
+        assert_eq!(names(&dir), ["snap"]);
+        let content = Content::new("packed");
+        let packed = sandbox.dir().join("packed");
+        fs::create_dir_all(packed.join("sub")).expect("made");
+        content.write(&packed.join("sub/file"));
+        let [packed, archive] = [&packed, &archive].map(|it| it.to_str().expect("UTF-8"));
+        run(&["tar", "-C", packed, "-czf", archive, "."]);
+        for _ in 0..2 {
+            controller.create(restore.clone()).await.expect("restored");
+            content.assert_in(&dir.join("restored/sub/file"));
+        }
+        let list = ListSnapshotsRequest {
+            snapshot_id: id.to_owned(),
+            ..Default::default()
+        };
         refused(
-            controller.create(restore).await,
+            controller.client().list_snapshots(list).await,
             Code::FailedPrecondition,
-            &["an archive of csi-driver-nfs"],
+            &["does not say of which volume"],
         );
         // No snapshot's handle.
         let volume = "127.0.0.1#share#snap##";
@@ -383,7 +406,7 @@ fn snapshots_of_csi_driver_nfs_are_deleted_and_nothing_else_is() {
         assert!(dir.join("snap").exists());
         for _ in 0..2 {
             controller.delete_snapshot(id).await.expect("deleted");
-            assert_eq!(names(&dir), [""; 0]);
+            assert_eq!(names(&dir), [".uring-csi", "restored"]);
         }
     });
 }

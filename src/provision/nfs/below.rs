@@ -39,6 +39,18 @@ pub fn walk(root: &OwnedFd, path: impl AsRef<Path>) -> io::Result<OwnedFd> {
     open(root, path, OFlags::PATH | OFlags::DIRECTORY, Mode::empty())
 }
 
+/// The last directory of a path that is there, and whether that is all of the path.
+pub fn deepest(root: &OwnedFd, path: &str) -> io::Result<(OwnedFd, bool)> {
+    let mut at = walk(root, "")?;
+    for name in path.split('/').filter(|name| !name.is_empty()) {
+        match absent_is_none(walk(&at, name))? {
+            Some(next) => at = next,
+            None => return Ok((at, false)),
+        }
+    }
+    Ok((at, true))
+}
+
 /// Whether the directory is there.
 pub fn has(root: &OwnedFd, path: &str) -> io::Result<bool> {
     Ok(absent_is_none(walk(root, path))?.is_some())

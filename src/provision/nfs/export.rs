@@ -16,7 +16,7 @@ use rustix::{
 
 use super::{
     below::{self, absent_is_none, split, walk},
-    removal,
+    quota, removal,
 };
 use crate::{Done, nfs::Directory};
 
@@ -80,15 +80,15 @@ impl NfsExport {
     }
 
     /// Makes the directory and those above it, where they are missing, with these
-    /// permission bits if any are given.
-    pub fn make(&self, sub_dir: &str, mode: Option<u32>) -> io::Result<()> {
+    /// permission bits if any are given, and opens it.
+    pub fn make(&self, sub_dir: &str, mode: Option<u32>) -> io::Result<OwnedFd> {
         let at = below::make(&self.open()?, sub_dir, 0o777)?;
         if let Some(mode) = mode {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
             let opened = openat(&at, ".", flags, Mode::empty())?;
             fchmod(opened, Mode::from_raw_mode(mode))?;
         }
-        Ok(())
+        Ok(at)
     }
 
     /// Renames the directory to `aside`, in the share itself, and removes those above it
@@ -109,6 +109,11 @@ impl NfsExport {
         if walk(&root, aside).is_ok() || absent_is_none(walk(&above, name))?.is_none() {
             return Ok(Done::Already);
         }
+        let dir = walk(&above, name)?;
+        // It keeps its own until it is removed: the rename may fail.
+        if !quota::has(&above, &dir)? {
+            quota::follow(&dir, &root)?;
+        }
         below::rename(&above, name, &root, aside)?;
         let mut path = parent;
         for _ in 0..MOST_PARENTS {
@@ -126,9 +131,13 @@ impl NfsExport {
         Ok(Done::Now)
     }
 
-    /// Removes what was set aside, with its content.
+    /// Removes what was set aside, with its content and its quota.
     pub fn remove(&self, aside: &str) -> io::Result<Done> {
-        removal::remove(&self.open()?, aside)
+        let root = self.open()?;
+        if let Some(dir) = absent_is_none(walk(&root, aside))? {
+            quota::end(&root, &dir)?;
+        }
+        removal::remove(&root, aside)
     }
 
     /// Renames the directory to `archived-…`. `AlreadyExists` if that is there.
@@ -147,6 +156,9 @@ impl NfsExport {
         if walk(&new_above, new_name).is_ok() {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
+        let dir = walk(&above, name)?;
+        quota::end(&above, &dir)?;
+        quota::follow(&dir, &new_above)?;
         below::rename(&above, name, &new_above, new_name)?;
         Ok(Done::Now)
     }

@@ -18,7 +18,7 @@ use rustix::{
 use super::{
     below::{self, path_of},
     handle::MAKING,
-    records, removal,
+    quota, records, removal,
 };
 use crate::{Done, crash_point, pool::draft};
 
@@ -62,18 +62,26 @@ impl<'s> DirectoryDraft<'s> {
 
     /// Removes the directory with its record, if it is not placed.
     fn clear(&self) -> io::Result<()> {
-        if below::has(&self.dir, NEW)? {
+        if let Some(new) = below::absent_is_none(below::walk(&self.dir, NEW))? {
             records::remove(self.share, &self.record)?;
             crash_point();
+            quota::end(&self.dir, &new)?;
             let _ = removal::remove(&self.dir, NEW)?;
         }
         Ok(())
     }
 
-    /// Makes the directory to fill.
-    pub fn make(&self) -> io::Result<OwnedFd> {
+    /// Makes the directory to fill, which is to have that place in the share.
+    pub fn make(&self, path: &str) -> io::Result<OwnedFd> {
         crash_point();
+        let (above, _) = below::deepest(self.share, below::split(path).0)?;
+        quota::follow(&self.dir, &above)?;
         below::make(&self.dir, NEW, 0o700)
+    }
+
+    /// Gives the directory that was made a quota of so many bytes.
+    pub fn limit(&self, new: &OwnedFd, name: &str, bytes: u64) -> io::Result<u64> {
+        quota::give(&self.dir, new, name, bytes)
     }
 
     /// Gives it its place in the share, unless there is a directory already. Its record is
@@ -193,7 +201,7 @@ mod tests {
         assert!(!dead.exists() && !has_record());
 
         let live = begun().expect("nobody else makes it");
-        drop(live.make().expect("made"));
+        drop(live.make("ns/v").expect("made"));
         records::write(&share, record, &"live").expect("written");
         assert!(begun().is_none());
         let left = sweep();
@@ -211,7 +219,7 @@ mod tests {
         assert!(!dead.exists() && has_record());
 
         let other = begun().expect("nobody makes it");
-        drop(other.make().expect("made"));
+        drop(other.make("ns/v").expect("made"));
         assert_eq!(other.place("ns/v").expect("looked"), Done::Already);
         assert!(!dead.exists() && !has_record() && dir.path().join("ns/v").exists());
     }

@@ -55,7 +55,7 @@ pub fn read<T: DeserializeOwned>(share: &OwnedFd, record: &str) -> io::Result<Op
     let read = serde_json::from_reader(io::BufReader::new(fs::File::from(opened)));
     read.map(Some).map_err(|error| {
         let why = format!("cannot parse the record {path} in the share: {error}");
-        io::Error::new(io::ErrorKind::InvalidData, why)
+        io::Error::other(why)
     })
 }
 

@@ -17,7 +17,7 @@ use rustix::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    NfsStore, aside_of,
+    DirectoryOrigin, MissingSource, NfsStore, SourceTree, aside_of,
     below::{self, absent_is_none},
     class, failed,
     handle::{BadHandle, DirectoryHandle},
@@ -145,7 +145,9 @@ impl NfsStore {
         }
         let from = self.volume_tree(&new.volume)?;
         let created = SystemTime::now().duration_since(UNIX_EPOCH);
-        let to = draft.make().and_then(|new| below::make(&new, DATA, 0o700));
+        let to = draft
+            .make(&handle.name)
+            .and_then(|new| below::make(&new, DATA, 0o700));
         let target = CopyTarget {
             kind: CopyKind::Snapshot,
             name: new.name.clone(),
@@ -153,7 +155,7 @@ impl NfsStore {
             source: new.volume.clone(),
             pool: handle.share.to_string(),
         };
-        let size = self.copy(&from, &to.map_err(cannot("write in"))?, target)?;
+        let size = self.copy(&from, &to.map_err(cannot("write in"))?, target, 0)?;
         let record = DirectorySnapshotRecord {
             handle: handle.to_string(),
             source: new.volume.clone(),
@@ -186,7 +188,8 @@ impl NfsStore {
             {
                 let _directory = self.lock(export, &handle.name);
                 let is_ours = complete(&root, &record, &handle.name)?.is_some();
-                if !is_ours && !is_packed(&root, &handle)? && below::has(&root, &handle.name)? {
+                if !is_ours && packed(&root, &handle)?.is_none() && below::has(&root, &handle.name)?
+                {
                     return Ok(Err(ProvisionError::NotSnapshot {
                         handle: text.to_owned(),
                         name: handle.name.clone(),
@@ -214,7 +217,7 @@ impl NfsStore {
         let root = self.export(&handle.share)?.open();
         let look = |root: &OwnedFd| {
             let found = complete(root, &handle.record(), &handle.name)?;
-            let packed = found.is_none() && is_packed(root, &handle)?;
+            let packed = found.is_none() && packed(root, &handle)?.is_some();
             Ok((found, packed))
         };
         let looked = root.and_then(|root| look(&root));
@@ -222,6 +225,35 @@ impl NfsStore {
             (Some(record), _) => Ok(record.info()),
             (None, true) => Err(ProvisionError::PackedSnapshot(text.to_owned())),
             (None, false) => Err(missing()),
+        }
+    }
+
+    /// The content of a snapshot, whichever driver took it.
+    pub(super) fn snapshot_content(
+        &self,
+        text: &str,
+    ) -> Result<DirectoryOrigin<'_>, ProvisionError> {
+        let missing = MissingSource::Snapshot(text.to_owned());
+        let handle: DirectorySnapshotHandle = text.parse().map_err(|_| missing.clone())?;
+        let export = self.export(&handle.share)?;
+        let look = || {
+            let root = export.open()?;
+            let found = complete(&root, &handle.record(), &handle.name)?;
+            let packed = match found {
+                None => packed(&root, &handle)?,
+                Some(_) => None,
+            };
+            Ok((found.is_some(), packed))
+        };
+        match look().map_err(failed("look in", &handle.share))? {
+            (_, Some(packed)) => Ok(DirectoryOrigin::Packed(packed)),
+            (false, None) => Err(missing.into()),
+            (true, None) => {
+                let (server, share) = (handle.share.server(), handle.share.share());
+                let directory = Directory::new(server, share, &handle.data());
+                let directory = directory.map_err(|_| missing.clone())?;
+                SourceTree::open(export, directory, missing).map(DirectoryOrigin::Tree)
+            }
         }
     }
 
@@ -321,16 +353,32 @@ fn data_of(name: &str) -> String {
     format!("{name}/{DATA}")
 }
 
-/// Whether the snapshot is an archive of csi-driver-nfs.
-fn is_packed(root: &OwnedFd, handle: &DirectorySnapshotHandle) -> io::Result<bool> {
-    for suffix in [".tar.gz", ".tar"] {
+/// An archive of csi-driver-nfs.
+pub struct PackedSnapshot {
+    /// In its share.
+    pub path: String,
+    /// By `O_PATH`, as it may be no file.
+    pub archive: OwnedFd,
+    pub is_compressed: bool,
+}
+
+/// The snapshot, if it is an archive of csi-driver-nfs.
+pub fn packed(
+    root: &OwnedFd,
+    handle: &DirectorySnapshotHandle,
+) -> io::Result<Option<PackedSnapshot>> {
+    for (suffix, is_compressed) in [(".tar.gz", true), (".tar", false)] {
         let path = format!("{}/{}{suffix}", handle.name, handle.source);
-        let opened = below::open(root, path, OFlags::PATH, Mode::empty());
-        if absent_is_none(opened)?.is_some() {
-            return Ok(true);
+        let opened = below::open(root, &path, OFlags::PATH, Mode::empty());
+        if let Some(archive) = absent_is_none(opened)? {
+            return Ok(Some(PackedSnapshot {
+                path,
+                archive,
+                is_compressed,
+            }));
         }
     }
-    Ok(false)
+    Ok(None)
 }
 
 #[cfg(test)]
@@ -342,7 +390,10 @@ mod tests {
     use super::*;
     use crate::{
         Kind,
-        provision::{images::Copies, nfs::OnDelete},
+        provision::{
+            images::Copies,
+            nfs::{OnDelete, QuotaPolicy},
+        },
         secret::Secrets,
     };
 
@@ -382,7 +433,12 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let export = format!("srv:/share={}", dir.path().display());
         let exports = vec![export.parse().expect("an export")];
-        let store = NfsStore::new(exports, OnDelete::Delete, Copies::new(1, 1));
+        let store = NfsStore::new(
+            exports,
+            OnDelete::Delete,
+            QuotaPolicy::Auto,
+            Copies::new(1, 1),
+        );
         let store = store.expect("a store");
         let foreign = dir.path().join("snap/data");
         std::fs::create_dir_all(&foreign).expect("made");

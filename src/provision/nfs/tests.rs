@@ -19,7 +19,12 @@ impl Share {
         let dir = tempfile::tempdir().expect("a directory");
         let export = format!("srv:/share={}", dir.path().display());
         let exports = vec![export.parse().expect("an export")];
-        let store = NfsStore::new(exports, OnDelete::Delete, Copies::new(1, 1));
+        let store = NfsStore::new(
+            exports,
+            OnDelete::Delete,
+            QuotaPolicy::Auto,
+            Copies::new(1, 1),
+        );
         let store = store.expect("a store");
         Self { dir, store }
     }
@@ -127,7 +132,12 @@ fn a_source_in_a_share_that_is_away_is_not_missing() {
     let kind_of = |option: &str, handle: &str| {
         let export = format!("srv:/share={}{option}", dir.path().display());
         let exports = vec![export.parse().expect("an export")];
-        let store = NfsStore::new(exports, OnDelete::Delete, Copies::new(1, 1));
+        let store = NfsStore::new(
+            exports,
+            OnDelete::Delete,
+            QuotaPolicy::Auto,
+            Copies::new(1, 1),
+        );
         let store = store.expect("a store");
         let opened = store.volume_tree(handle).map(drop);
         opened.map_err(|error| error.kind())

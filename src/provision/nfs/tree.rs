@@ -409,7 +409,7 @@ fn times(stat: &Stat) -> Timestamps {
 }
 
 /// Opens a regular file for reading.
-fn reopen(file: &OwnedFd) -> rustix::io::Result<OwnedFd> {
+pub fn reopen(file: &OwnedFd) -> rustix::io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     rustix::fs::open(of_descriptor(file), flags, Mode::empty())
 }
@@ -433,7 +433,7 @@ fn is_stale(error: &io::Error) -> bool {
 }
 
 /// Fails for a path of `length` bytes that system calls do not take.
-fn refuse_longer_path(length: usize) -> io::Result<()> {
+pub fn refuse_longer_path(length: usize) -> io::Result<()> {
     if length < PATH_MAX {
         return Ok(());
     }

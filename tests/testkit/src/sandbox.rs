@@ -12,7 +12,7 @@ use rustix::{
 };
 use tempfile::TempDir;
 
-use super::{MIB, Volume, leaks, run};
+use super::{MIB, Volume, leaks, run, run_err, skip_test};
 
 /// A mount namespace of this thread alone, with a tmpfs that holds everything a
 /// story makes: pools, kubelets' directories, sockets, records, logs.
@@ -60,6 +60,39 @@ impl Sandbox {
         run(&["mkfs.xfs", "-q", "-m", "reflink=1", path(&image)]);
         run(&["mount", "-o", "loop", path(&image), path(&pool)]);
         pool
+    }
+
+    /// A file system that enforces the quotas of projects, mounted at that directory of the
+    /// sandbox; none where this kernel cannot do that.
+    pub fn quota_share(&self, name: &str, fs_type: &str) -> Option<PathBuf> {
+        let (share, image) = (
+            self.dir().join(name),
+            self.dir().join(format!("{name}.img")),
+        );
+        fs::create_dir_all(&share).expect("a directory");
+        fs::File::create(&image)
+            .and_then(|file| file.set_len(512 * MIB))
+            .expect("an image");
+        let make: &[&str] = match fs_type {
+            "xfs" => &["mkfs.xfs", "-q"],
+            _ => &[
+                "mkfs.ext4",
+                "-q",
+                "-O",
+                "quota,project",
+                "-E",
+                "quotatype=prjquota",
+            ],
+        };
+        run(&[make, &[path(&image)]].concat());
+        let mounted = ["mount", "-o", "loop,prjquota", path(&image), path(&share)];
+        if let Err(said) = run_err(&mounted) {
+            skip_test(&format!(
+                "this kernel has no project quotas of {fs_type}: {said}"
+            ));
+            return None;
+        }
+        Some(share)
     }
 
     /// A kubelet's directory: a shared mount, as propagation to pods needs it.
@@ -115,7 +148,7 @@ impl Drop for Sandbox {
         // Before they are unmounted: then their numbers are still theirs, and the kernel
         // detaches each with its mount. Later ones may lie over earlier ones.
         for device in leaks::loops_below(self.dir()).iter().rev() {
-            let _ = super::run_err(&["losetup", "-d", device]);
+            let _ = run_err(&["losetup", "-d", device]);
         }
         for mounted in leaks::mounts_below(self.dir()).iter().rev() {
             let _ = unmount(mounted.as_path(), UnmountFlags::DETACH);

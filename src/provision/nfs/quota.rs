@@ -1,0 +1,206 @@
+//! Quotas: the size of a volume as the limit of a project, where the share's file system
+//! enforces these.
+//!
+//! A volume's directory has a project of its own, which all that is made in it inherits. The
+//! directory itself is the record of its project: a new project has its limit before the
+//! directory joins it, and keeps it until the directory is removed or leaves. A project that
+//! no file has is free.
+//!
+//! Nothing can be moved into a directory whose entries inherit another project than theirs
+//! (EXDEV). So a directory joins the project of the place that it is moved to, unless that
+//! has none to inherit; and a volume in the directory of another has no project of its own.
+
+use std::{io, str::FromStr};
+
+use rustix::{fd::OwnedFd, fs::Dir};
+
+use super::below::{self, next_name, open_dir};
+use crate::{
+    crash_point, digest,
+    kernel::project::{self, Project},
+};
+
+/// Whether new volumes get quotas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QuotaPolicy {
+    /// Where the share's file system enforces them.
+    Auto,
+    /// Where they cannot have one, none is made.
+    Required,
+    /// They do not.
+    Off,
+}
+
+impl FromStr for QuotaPolicy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "required" => Ok(Self::Required),
+            "off" => Ok(Self::Off),
+            _ => Err("it is auto, required or off".to_owned()),
+        }
+    }
+}
+
+const NOT_ENFORCED: &str =
+    "the share's file system enforces no project quotas; XFS and ext4 do, mounted with prjquota";
+const NO_PRIVILEGE: &str = "the controller lacks CAP_SYS_ADMIN";
+const NESTED: &str = "what is in the directory above it counts in the quota of that";
+const HAS_FILES: &str = "it was there before, with files that count in no quota";
+
+/// Why the volume of a path could not have a quota, if it could not.
+pub fn obstacle(root: &OwnedFd, path: &str) -> io::Result<Option<&'static str>> {
+    let (at, is_there) = below::deepest(root, path)?;
+    if !project::is_enforced(&at)? {
+        return Ok(Some(NOT_ENFORCED));
+    }
+    match project::quota(&at, FIRST_ID) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            return Ok(Some(NO_PRIVILEGE));
+        }
+        read => drop(read?),
+    }
+    if !is_there {
+        return Ok(of(&at)?.is_inherited.then_some(NESTED));
+    }
+    let above = below::walk(root, below::split(path).0)?;
+    Ok(if has(&above, &at)? {
+        None
+    } else if of(&above)?.is_inherited {
+        Some(NESTED)
+    } else {
+        (!is_empty(&at)?).then_some(HAS_FILES)
+    })
+}
+
+/// Gives a directory at least so many bytes, in a project of its own; 0: no limit. The name
+/// makes a clash of two controllers unlikely. Returns its limit, which is durable; 0: none, as
+/// the directory has files.
+pub fn give(above: &OwnedFd, dir: &OwnedFd, name: &str, bytes: u64) -> io::Result<u64> {
+    if let Some(id) = own(above, dir)? {
+        return grow(dir, id, bytes);
+    }
+    if !is_empty(dir)? {
+        return Ok(0);
+    }
+    for id in ids(name) {
+        // A limit that is left is that of a killed call.
+        if project::quota(dir, id)?.inodes > 0 {
+            continue;
+        }
+        project::set_limit(dir, id, bytes)?;
+        crash_point();
+        join(dir, own_project(id))?;
+        if project::quota(dir, id)?.inodes == 1 {
+            below::sync(dir)?;
+            return Ok(project::quota(dir, id)?.limit);
+        }
+        // Another controller has taken it at the same time.
+        join(dir, Project::default())?;
+    }
+    Err(io::Error::other("every project of the driver's is in use"))
+}
+
+/// Raises the limit of a directory that has a quota to so many bytes; returns it.
+pub fn expand(above: &OwnedFd, dir: &OwnedFd, bytes: u64) -> io::Result<Option<u64>> {
+    let id = own(above, dir)?;
+    id.map(|id| grow(dir, id, bytes)).transpose()
+}
+
+fn grow(dir: &OwnedFd, id: u32, bytes: u64) -> io::Result<u64> {
+    let limit = project::quota(dir, id)?.limit;
+    if limit < bytes {
+        project::set_limit(dir, id, bytes)?;
+    }
+    crash_point();
+    // It changes the directory, so its sync makes the limit durable, too.
+    join(dir, own_project(id))?;
+    below::sync(dir)?;
+    Ok(project::quota(dir, id)?.limit)
+}
+
+/// The limit of a directory; 0: none that is its own, or that the controller may read.
+pub fn limit(above: &OwnedFd, dir: &OwnedFd) -> io::Result<u64> {
+    let Some(id) = own(above, dir)? else {
+        return Ok(0);
+    };
+    match project::quota(dir, id) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(0),
+        read => Ok(read?.limit),
+    }
+}
+
+/// Ends the quota of a directory, if it has one, and lets anything be moved into it. What is
+/// in it stays in its project, which is not free before that is removed.
+pub fn end(above: &OwnedFd, dir: &OwnedFd) -> io::Result<()> {
+    if let Some(id) = own(above, dir)? {
+        project::set_limit(dir, id, 0)?;
+        crash_point();
+    }
+    if of(dir)?.is_inherited {
+        join(dir, Project::default())?;
+    }
+    Ok(())
+}
+
+/// Lets a directory be moved into `place`.
+pub fn follow(dir: &OwnedFd, place: &OwnedFd) -> io::Result<()> {
+    let place = of(place)?;
+    let project = if place.is_inherited {
+        place
+    } else {
+        Project::default()
+    };
+    if of(dir)? != project {
+        join(dir, project)?;
+    }
+    Ok(())
+}
+
+/// Whether a directory has a project of its own.
+pub fn has(above: &OwnedFd, dir: &OwnedFd) -> io::Result<bool> {
+    Ok(own(above, dir)?.is_some())
+}
+
+/// The project that is the directory's own.
+fn own(above: &OwnedFd, dir: &OwnedFd) -> io::Result<Option<u32>> {
+    let project = of(dir)?;
+    let has_one = project.is_inherited && project.id != 0 && !of(above)?.is_inherited;
+    Ok(has_one.then_some(project.id))
+}
+
+fn own_project(id: u32) -> Project {
+    Project {
+        id,
+        is_inherited: true,
+    }
+}
+
+fn of(dir: &OwnedFd) -> io::Result<Project> {
+    project::of(open_dir(dir, c".")?)
+}
+
+fn join(dir: &OwnedFd, project: Project) -> io::Result<()> {
+    project::set(open_dir(dir, c".")?, project)
+}
+
+fn is_empty(dir: &OwnedFd) -> io::Result<bool> {
+    let mut entries = Dir::new(open_dir(dir, c".")?)?;
+    Ok(next_name(&mut entries)?.is_none())
+}
+
+/// The least project of the driver's; administrators number theirs from 1.
+const FIRST_ID: u32 = 1 << 30;
+/// The number of the driver's projects.
+const IDS: u32 = 1 << 30;
+/// How many projects may be in use by others.
+const MOST_IDS: u32 = 1000;
+
+/// The projects to try for a directory.
+fn ids(name: &str) -> impl Iterator<Item = u32> {
+    let digest = digest::sha256_hex(name);
+    let first = u32::from_str_radix(&digest[..8], 16).expect("hexadecimal");
+    (0..MOST_IDS).map(move |next| FIRST_ID + first.wrapping_add(next) % IDS)
+}
