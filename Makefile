@@ -14,7 +14,7 @@ export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(UNPACKED)
 PYTHON := $(BIN_DIR)/../python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint monitoring book audit bench counts sizes deb check-deb images sbom clean
+.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint monitoring traces book audit bench counts sizes deb check-deb images sbom clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -79,7 +79,7 @@ fresh: ## Run the commands of docs/start.md on a minimal Debian
 lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	@scripts/setup.sh lint
 	cargo fmt --check
-	cargo clippy --all-targets -- -D warnings
+	cargo clippy --all-targets --all-features -- -D warnings
 	cargo clippy --no-default-features --features controller -- -D warnings
 	cargo clippy --no-default-features --features node,cli -- -D warnings
 	cargo clippy --no-default-features --features cli -- -D warnings
@@ -109,6 +109,13 @@ book: build ## Build docs/ as a book, in target/book/docs
 monitoring: build ## Run the rules' and the dashboard's queries against a Prometheus
 	@scripts/setup.sh lint
 	@$(check_monitoring) --live
+
+# The agents of another build: the next one replaces them.
+traces: setup ## Check the export of traces, of agents with the feature otel
+	@scripts/setup.sh lint
+	cargo build --profile $(PROFILE) --features otel $(AGENTS)
+	$(PYTHON)/bin/pip install -q opentelemetry-proto==1.45.2
+	$(PYTHON)/bin/python scripts/check_traces.py
 
 check_monitoring = { [ -e $(PYTHON)/installed ] && command -v promtool && command -v prometheus && \
 	  { command -v kubectl || command -v kustomize; }; } >/dev/null || { \

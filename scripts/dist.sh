@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # dist.sh DIR PROGRAM...: builds programs as the images carry them, each with its own
 # features alone, and installs them into DIR: stripped, and into DIR.debug what was stripped,
-# for gdb, perf and addr2line, which find it by the programs' build ids. ARCH=arm64 or amd64
+# for gdb, perf and addr2line, which find it by the programs' build ids. FEATURES=otel adds
+# the feature. ARCH=arm64 or amd64
 # builds for that architecture, with its compiler and libraries as scripts/build_tools.sh
 # installs them.
 set -euo pipefail
@@ -44,7 +45,7 @@ done
 
 for set in "${!together[@]}"; do
   read -ra bins <<<"${together[$set]}"
-  cargo build --profile dist --locked --no-default-features --features "$set" "${bins[@]}"
+  cargo build --profile dist --locked --no-default-features --features "$set${FEATURES:+,$FEATURES}" "${bins[@]}"
 done
 
 install -d "$dir" "$dir.debug"

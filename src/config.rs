@@ -13,7 +13,7 @@ use clap::{ArgAction, Args, Command, Parser, error::ErrorKind};
 use crate::{
     csi::{identity::DEFAULT_DRIVER_NAME, validate},
     endpoint::Endpoint,
-    observe::logs,
+    observe::{logs, traces},
 };
 
 /// Options of every service.
@@ -48,6 +48,9 @@ pub struct PluginOptions {
     /// served.
     #[arg(long, env = "URING_CSI_ADDONS_ENDPOINT", value_name = "ENDPOINT")]
     pub csi_addons_endpoint: Option<Endpoint>,
+    /// Where traces go.
+    #[command(flatten)]
+    pub traces: traces::TraceOptions,
     /// Its options as a service.
     #[command(flatten)]
     pub service: ServiceOptions,

@@ -28,6 +28,7 @@ use std::{
 use async_task::Runnable;
 use futures_util::FutureExt as _;
 use tokio::sync::oneshot;
+use tracing::{Instrument as _, Span};
 
 /// How long a thread waits for another job before it ends.
 const IDLE: Duration = Duration::from_secs(10);
@@ -121,10 +122,13 @@ impl Lanes {
         F: FnOnce() -> T + Send + 'static,
     {
         let (give, take) = oneshot::channel();
+        // Lines of the work are the call's.
+        let span = Span::current();
         self.submit(Job {
             volume: volume.to_owned(),
             step,
             work: Box::new(move || {
+                let f = || span.in_scope(f);
                 // Fails if the caller has dropped the future; then this drops the result.
                 let _ = give.send(catch_unwind(AssertUnwindSafe(f)));
             }),
@@ -146,6 +150,7 @@ impl Lanes {
         let work = async move {
             let _ = give.send(AssertUnwindSafe(future).catch_unwind().await);
         };
+        let work = work.in_current_span();
         let (lanes, volume) = (self.clone(), volume.to_owned());
         let schedule = move |runnable: Runnable| {
             lanes.submit(Job {

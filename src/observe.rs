@@ -1,4 +1,4 @@
-//! Logs, metrics, readiness, and the HTTP listener that serves the latter two.
+//! Logs, metrics, traces, readiness, and the HTTP listener that serves metrics and readiness.
 //!
 //! Any module may use this one; it uses no other.
 
@@ -6,5 +6,6 @@ pub mod http;
 pub mod logs;
 pub mod metrics;
 mod readiness;
+pub mod traces;
 
 pub use readiness::Readiness;

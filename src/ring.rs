@@ -134,7 +134,7 @@ impl RuntimeHandle {
         T: Send + 'static,
     {
         let (send, receive) = oneshot::channel();
-        // The span puts the request's id into every line that its work logs.
+        // The span puts the call's trace id into every line that its work logs.
         let span = Span::current();
         let job: Job = Box::new(move || {
             let work = span.in_scope(job);

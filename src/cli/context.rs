@@ -1,11 +1,12 @@
 //! The sockets of the agents, and calls to them.
 
-use std::{path::PathBuf, time::Duration};
+use std::{env, path::PathBuf, time::Duration};
 
 use tonic::{Request, Response, Status, transport::Channel};
 
 use super::error::{Agent, CliError};
 use crate::{
+    csi::call::TRACE_PARENT,
     endpoint::Endpoint,
     proto::{
         admin::{
@@ -53,6 +54,9 @@ impl Socket {
     ) -> Result<A, CliError> {
         let mut request = Request::new(message);
         request.set_timeout(self.timeout);
+        if let Some(parent) = env::var("TRACEPARENT").ok().and_then(|it| it.parse().ok()) {
+            request.metadata_mut().insert(TRACE_PARENT, parent);
+        }
         // Boxed: the generated clients' futures are kilobytes large, and every
         // command would hold several.
         match Box::pin(call(self.channel.clone(), request)).await {

@@ -6,7 +6,7 @@ use std::{io, sync::Arc};
 use tonic::{Request, Response, Status};
 
 use super::{
-    call::{observed, timeout},
+    call::{Caller, observed},
     validate,
 };
 use crate::{
@@ -127,9 +127,9 @@ impl NodeAdmin for AdminService {
         &self,
         request: Request<ListHeldVolumesRequest>,
     ) -> Result<Response<ListHeldVolumesResponse>, Status> {
-        let timeout = timeout(request.metadata());
-        observed("ListHeldVolumes", "", async {
-            let listed = self.node.run(move |node| node.list(timeout)).await;
+        let caller = Caller::of(request.metadata());
+        observed("ListHeldVolumes", "", caller, async {
+            let listed = self.node.run(move |node| node.list(caller.timeout)).await;
             let listed =
                 listed.ok_or_else(|| Status::unavailable("the node agent is shutting down"))?;
             let listed = listed.map_err(|error| Status::from(&error))?;
@@ -144,24 +144,32 @@ impl NodeAdmin for AdminService {
         &self,
         request: Request<FormatVolumeRequest>,
     ) -> Result<Response<FormatVolumeResponse>, Status> {
-        let timeout = timeout(request.metadata());
+        let caller = Caller::of(request.metadata());
         let request = request.into_inner();
         let id = request.volume_id.clone();
-        observed("FormatVolume", &id, self.format(request, timeout)).await
+        observed(
+            "FormatVolume",
+            &id,
+            caller,
+            self.format(request, caller.timeout),
+        )
+        .await
     }
 
     async fn list_wanted_volumes(
         &self,
-        _: Request<ListWantedVolumesRequest>,
+        request: Request<ListWantedVolumesRequest>,
     ) -> Result<Response<ListWantedVolumesResponse>, Status> {
-        observed("ListWantedVolumes", "", self.wanted()).await
+        let caller = Caller::of(request.metadata());
+        observed("ListWantedVolumes", "", caller, self.wanted()).await
     }
 
     async fn plan_volumes(
         &self,
         request: Request<PlanVolumesRequest>,
     ) -> Result<Response<PlanVolumesResponse>, Status> {
-        observed("PlanVolumes", "", self.plan(request.into_inner())).await
+        let caller = Caller::of(request.metadata());
+        observed("PlanVolumes", "", caller, self.plan(request.into_inner())).await
     }
 
     async fn get_agent_info(

@@ -1,11 +1,12 @@
 //! Log lines on stderr, and the span that all lines of one call share.
 //!
 //! A node serves dozens of calls at once, and kubelet repeats each that fails.
-//! So every call gets a span with a short request id; a line written anywhere
-//! within it, however deep, carries `request_id`, `method` and `volume_id`:
+//! So every call gets a span with a trace id, that of its caller's trace if there is one; a
+//! line written anywhere within it, however deep, carries `method`, `trace_id` and
+//! `volume_id`, and one from within a step of its work the `step`:
 //!
 //! ```text
-//! 2025-05-07T10:21:09.218Z  WARN call{request_id=5be1a02c method="NodeStageVolume" volume_id="…"}: …
+//! 2025-05-07T10:21:09.218Z  WARN call{method="NodeStageVolume" trace_id=4bf9… volume_id="…"}: …
 //! ```
 //!
 //! In JSON the same fields are in the objects of `spans`.
@@ -17,10 +18,6 @@ use std::{
     io,
     os::fd::AsFd as _,
     panic::{self, PanicHookInfo},
-    sync::{
-        LazyLock,
-        atomic::{AtomicU32, Ordering},
-    },
     time::Duration,
 };
 
@@ -28,9 +25,11 @@ use tracing::{Level, Span, Subscriber, field, level_filters::LevelFilter};
 use tracing_subscriber::{
     filter::Targets,
     fmt::{self, MakeWriter},
-    layer::SubscriberExt as _,
+    layer::{Layer as _, SubscriberExt as _},
     registry,
 };
+
+use super::traces::{self, ExportError, SpanExport, TraceOptions, TraceParent};
 
 mod writer;
 
@@ -66,39 +65,59 @@ pub enum LogError {
     /// The writer thread could not be started.
     #[error("cannot start the thread that writes log lines")]
     Thread(#[source] io::Error),
+    /// The export of traces could not be set up.
+    #[error(transparent)]
+    Export(#[from] ExportError),
     /// [`init`] was called before, or a test's subscriber is in place.
     #[error("logging is already set up")]
     Already,
 }
 
-/// The process's logging; dropped, it waits up to a second for the last lines to be
-/// written.
+/// The process's logging; dropped, it waits up to a second for the last spans to be exported,
+/// and another for the last lines to be written.
 #[derive(Debug)]
 #[must_use = "lines are lost at the end of a process that does not keep it"]
-pub struct Logs(LineWriter);
+pub struct Logs {
+    // Dropped first: its end may write lines.
+    _export: SpanExport,
+    _lines: Flushed,
+}
 
-impl Drop for Logs {
+#[derive(Debug)]
+struct Flushed(LineWriter);
+
+impl Drop for Flushed {
     fn drop(&mut self) {
         self.0.flush(FLUSH_TIMEOUT);
     }
 }
 
 /// Sends the process's log lines and panics to stderr, from a thread that it starts: drop
-/// privileges that need a single-threaded process before.
+/// privileges that need a single-threaded process before. `service` names the program in
+/// traces, whose export starts a thread, too.
 ///
 /// `level` is a level (`info`) for this project's lines, or a comma-separated list of
 /// levels and of `target=level` directives; the longest target that begins a line's counts.
 /// The environment is not read. Call it once, before the first line.
-pub fn init(format: LogFormat, level: &str) -> Result<Logs, LogError> {
+pub fn init(
+    service: &'static str,
+    format: LogFormat,
+    level: &str,
+    traces: &TraceOptions,
+) -> Result<Logs, LogError> {
     let filter = filter(level)?;
     let stderr = io::stderr().as_fd().try_clone_to_owned();
     let writer = stderr
         .and_then(LineWriter::start)
         .map_err(LogError::Thread)?;
-    let subscriber = subscriber(format, filter, writer.clone());
+    let export = traces::start(service, traces)?;
+    let subscriber = subscriber(format, filter, writer.clone(), &export);
     tracing::subscriber::set_global_default(subscriber).map_err(|_| LogError::Already)?;
     panic::set_hook(Box::new(log_panic));
-    Ok(Logs(writer))
+    Ok(Logs {
+        _export: export,
+        _lines: Flushed(writer),
+    })
 }
 
 /// Like the standard library's hook, without waiting for stderr.
@@ -118,20 +137,29 @@ pub fn micros(time: Duration) -> u64 {
 }
 
 /// The span of one call, to `.instrument` its future with. `volume_id` may be empty.
-pub fn call_span(method: &'static str, volume_id: &str) -> Span {
+pub fn call_span(method: &'static str, volume_id: &str, parent: Option<TraceParent>) -> Span {
     // Error level: the fields must be present at every configured level.
     let span = tracing::span!(
         Level::ERROR,
         "call",
-        request_id = %request_id(),
         method,
+        trace_id = field::Empty,
         request_name = field::Empty,
         volume_id = field::Empty
     );
+    let trace_id = traces::begin(&span, parent)
+        .or(parent.map(|parent| parent.trace_id))
+        .unwrap_or_else(traces::new_trace_id);
+    span.record("trace_id", format_args!("{trace_id:032x}"));
     if !volume_id.is_empty() {
         span.record("volume_id", volume_id);
     }
     span
+}
+
+/// The span of one step of a call's work.
+pub fn step_span(step: &'static str) -> Span {
+    tracing::span!(Level::ERROR, "step", step)
 }
 
 /// Adds the name that the current call gives to what it creates.
@@ -142,17 +170,6 @@ pub fn record_name(name: &str) {
 /// Adds the id of the volume that the current call created.
 pub fn record_volume_id(volume_id: &str) {
     Span::current().record("volume_id", volume_id);
-}
-
-/// Eight hexadecimal digits, unique among four billion calls.
-///
-/// The start is random, so that the ids of two runs of an agent differ in one log; the
-/// odd step visits every value before it repeats one.
-fn request_id() -> String {
-    const STEP: u32 = 0x9e37_79b9;
-    static NEXT: LazyLock<AtomicU32> =
-        LazyLock::new(|| AtomicU32::new(uuid::Uuid::new_v4().as_fields().0));
-    format!("{:08x}", NEXT.fetch_add(STEP, Ordering::Relaxed))
 }
 
 /// A bare level applies to this project's own lines only: the libraries log each frame of
@@ -190,20 +207,26 @@ fn filter(level: &str) -> Result<Targets, LogError> {
     Ok(filter)
 }
 
-fn subscriber<W>(format: LogFormat, filter: Targets, writer: W) -> Box<dyn Subscriber + Send + Sync>
+fn subscriber<W>(
+    format: LogFormat,
+    filter: Targets,
+    writer: W,
+    export: &SpanExport,
+) -> Box<dyn Subscriber + Send + Sync>
 where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
     let lines = fmt::layer().with_writer(writer).with_ansi(false);
+    let exported = registry().with(traces::layer(export));
     match format {
-        LogFormat::Text => Box::new(registry().with(lines).with(filter)),
+        LogFormat::Text => Box::new(exported.with(lines.with_filter(filter))),
         LogFormat::Json => {
             let lines = lines
                 .json()
                 .flatten_event(true)
                 .with_current_span(false)
                 .with_span_list(true);
-            Box::new(registry().with(lines).with(filter))
+            Box::new(exported.with(lines.with_filter(filter)))
         }
     }
 }
@@ -232,7 +255,12 @@ mod tests {
     fn written(format: LogFormat, level: &str, body: impl FnOnce()) -> String {
         let sink = Sink::default();
         let writer = sink.clone();
-        let subscriber = subscriber(format, filter(level).unwrap(), move || writer.clone());
+        let subscriber = subscriber(
+            format,
+            filter(level).unwrap(),
+            move || writer.clone(),
+            &traces::start("test", &TraceOptions::default()).unwrap(),
+        );
         tracing::subscriber::with_default(subscriber, body);
         String::from_utf8(sink.0.lock().unwrap().clone()).unwrap()
     }
@@ -240,17 +268,19 @@ mod tests {
     #[test]
     fn a_line_deep_inside_a_call_carries_its_fields() {
         let body = || {
-            call_span("NodeStageVolume", "vol-1").in_scope(|| {
+            call_span("NodeStageVolume", "vol-1", None).in_scope(|| {
                 let micros = micros(Duration::from_micros(7));
-                tracing::info_span!("mount").in_scope(|| tracing::warn!(micros, "busy"));
+                step_span("mount").in_scope(|| tracing::warn!(micros, "busy"));
             });
         };
         let text = written(LogFormat::Text, "warn", body);
-        assert!(text.contains("request_id="), "{text}");
+        let (before, after) = text.split_once(" trace_id=").unwrap();
         assert!(
-            text.contains(r#"method="NodeStageVolume" volume_id="vol-1""#),
+            before.ends_with(r#"call{method="NodeStageVolume""#),
             "{text}"
         );
+        let fields = r#" volume_id="vol-1"}:step{step="mount"}: "#;
+        assert!(after[32..].starts_with(fields), "{text}");
 
         let line: serde_json::Value =
             serde_json::from_str(&written(LogFormat::Json, "warn", body)).unwrap();
@@ -259,14 +289,15 @@ mod tests {
         let call = &line["spans"][0];
         assert_eq!(call["method"], "NodeStageVolume");
         assert_eq!(call["volume_id"], "vol-1");
-        assert_eq!(call["request_id"].as_str().unwrap().len(), 8);
+        assert_eq!(call["trace_id"].as_str().unwrap().len(), 32);
+        assert_eq!(line["spans"][1]["step"], "mount");
         assert!(call.get("request_name").is_none(), "{line}");
     }
 
     #[test]
     fn a_call_that_creates_has_the_name_and_then_the_id() {
         let body = || {
-            call_span("CreateVolume", "").in_scope(|| {
+            call_span("CreateVolume", "", None).in_scope(|| {
                 record_name("pvc-1");
                 tracing::warn!("busy");
                 record_volume_id("vol-1");
@@ -323,7 +354,12 @@ mod tests {
     }
 
     #[test]
-    fn request_ids_differ() {
-        assert_ne!(request_id(), request_id());
+    fn a_call_within_a_trace_has_its_id() {
+        let parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+        let text = written(LogFormat::Text, "warn", || {
+            call_span("DeleteVolume", "", parent.parse().ok()).in_scope(|| tracing::warn!("busy"));
+        });
+        let id = "trace_id=4bf92f3577b34da6a3ce929d0e0e4736}";
+        assert!(text.contains(id), "{text}");
     }
 }

@@ -222,7 +222,12 @@ fn pools(specs: Vec<PoolSpec>, node_id: Option<&str>) -> Result<Pools, Box<dyn E
 pub fn main() -> ExitCode {
     let options: ControllerOptions = config::parse();
     let service = &options.plugin.service;
-    let _logs = match logs::init(service.log_format, &service.log_level) {
+    let _logs = match logs::init(
+        "uring-csi-controller",
+        service.log_format,
+        &service.log_level,
+        &options.plugin.traces,
+    ) {
         Ok(logs) => logs,
         Err(error) => {
             eprintln!("uring-csi-controller: {}", error_chain(&error));

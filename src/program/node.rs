@@ -218,7 +218,7 @@ struct NodeOptions {
 /// Runs the program.
 pub fn main() -> ExitCode {
     let options: NodeOptions = config::parse();
-    let _logs = match begin(&options.plugin.service) {
+    let _logs = match begin(&options.plugin) {
         Ok(logs) => logs,
         Err(error) => {
             eprintln!("uring-csi-node: {}", error_chain(&*error));
@@ -237,11 +237,17 @@ pub fn main() -> ExitCode {
 type Failure = Box<dyn std::error::Error>;
 
 /// Drops privileges, and then starts the second thread, which writes the log.
-fn begin(service: &config::ServiceOptions) -> Result<Logs, Failure> {
+fn begin(plugin: &config::PluginOptions) -> Result<Logs, Failure> {
+    let service = &plugin.service;
     heap::limit_arenas();
     let can_grow =
         privileges::drop_for_node().map_err(|error| format!("cannot drop privileges: {error}"))?;
-    let logs = logs::init(service.log_format, &service.log_level)?;
+    let logs = logs::init(
+        "uring-csi-node",
+        service.log_format,
+        &service.log_level,
+        &plugin.traces,
+    )?;
     if !can_grow {
         tracing::warn!(
             "this process lacks CAP_SYS_RESOURCE: it refuses to grow a mounted ext4; xfs, btrfs and raw block volumes grow"

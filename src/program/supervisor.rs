@@ -12,6 +12,7 @@ use crate::{
         Readiness, http,
         logs::{self, Logs},
         metrics,
+        traces::TraceOptions,
     },
     program::report_threads,
     proto::holder::holder_server::HolderServer,
@@ -94,7 +95,12 @@ fn begin(service: &config::ServiceOptions) -> Result<Logs, Failure> {
         format!("cannot lock the memory that holds keys (this needs CAP_IPC_LOCK): {error}")
     })?;
     privileges::drop_for_supervisor()?;
-    Ok(logs::init(service.log_format, &service.log_level)?)
+    Ok(logs::init(
+        "uring-csi-holder",
+        service.log_format,
+        &service.log_level,
+        &TraceOptions::default(),
+    )?)
 }
 
 fn run(options: Options) -> Result<(), Failure> {

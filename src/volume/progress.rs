@@ -7,12 +7,14 @@ use std::{
     time::{Duration, Instant},
 };
 
+use tracing::{Instrument as _, Span};
+
 use crate::{
     crash_point,
     device::Source,
     hold_point,
     lane::{self, Lanes},
-    observe::{logs, metrics},
+    observe::{logs, metrics, traces},
 };
 
 /// The step that a call is in. Clones share it: the runtime thread and the volume's lane
@@ -118,8 +120,9 @@ impl Progress {
         event: impl Future<Output = T>,
     ) -> T {
         let (begun, _) = self.begin(name);
-        let out = event.await;
-        self.end(name, begun, out.is_failure());
+        let span = logs::step_span(name);
+        let out = event.instrument(span.clone()).await;
+        self.end(name, begun, out.is_failure(), &span);
         out
     }
 
@@ -128,9 +131,12 @@ impl Progress {
     pub fn step<T: StepResult>(&self, name: &'static str, work: impl FnOnce() -> T) -> T {
         let (begun, outer) = self.begin(name);
         lane::enter_step(name);
-        hold_point(name, &self.volume);
-        let out = work();
-        self.end(name, begun, out.is_failure());
+        let span = logs::step_span(name);
+        let out = span.in_scope(|| {
+            hold_point(name, &self.volume);
+            work()
+        });
+        self.end(name, begun, out.is_failure(), &span);
         let mut now = self.now();
         (now.step, now.since) = outer;
         out
@@ -147,7 +153,7 @@ impl Progress {
         (begun, before)
     }
 
-    fn end(&self, name: &'static str, begun: Instant, failed: bool) {
+    fn end(&self, name: &'static str, begun: Instant, failed: bool, span: &Span) {
         crash_point();
         let took = begun.elapsed();
         let mut now = self.now();
@@ -155,6 +161,7 @@ impl Progress {
         let backend = now.backend;
         drop(now);
         metrics::step(name, backend, took, failed);
+        traces::step_ended(span, backend, failed);
         tracing::debug!(
             volume_id = self.volume,
             call = self.call,

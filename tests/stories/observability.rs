@@ -237,6 +237,43 @@ fn metrics_count_calls_and_steps() {
 }
 
 #[test]
+fn the_lines_of_a_call_have_its_trace_id() {
+    story(async |sandbox| {
+        let setup = NodeSetup::new(sandbox)
+            .arg("--log-level=debug")
+            .arg("--log-format=json");
+        let node = Node::start_with(sandbox, setup).await;
+        let volume = sandbox.volume("v", "ext4");
+        let id = "4bf92f3577b34da6a3ce929d0e0e4736";
+        let mut request = tonic::Request::new(node.stage_request(&volume));
+        let parent = format!("00-{id}-00f067aa0ba902b7-01").parse().unwrap();
+        request.metadata_mut().insert("traceparent", parent);
+        std::fs::create_dir_all(node.staging(&volume)).unwrap();
+        node.client().node_stage_volume(request).await.unwrap();
+        node.publish(&volume, "pod").await.unwrap();
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+        // All lines are written then.
+        node.terminate();
+        node.wait_for_exit().await;
+        let log = node.log();
+        let lines = log
+            .lines()
+            .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+        let steps_and_answers: Vec<_> = lines
+            .filter(|line| line["message"] == "step" || line["message"] == "answered")
+            .collect();
+        assert!(steps_and_answers.len() > 10, "{log}");
+        for line in &steps_and_answers {
+            let call = &line["spans"][0];
+            assert_eq!(call["trace_id"].as_str().map(str::len), Some(32), "{line}");
+            let is_staged = call["method"] == "NodeStageVolume";
+            assert_eq!(call["trace_id"] == id, is_staged, "{line}");
+        }
+    });
+}
+
+#[test]
 fn secrets_are_never_logged() {
     story(async |sandbox| {
         let setup = NodeSetup::new(sandbox).arg("--log-level=trace");

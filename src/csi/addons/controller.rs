@@ -73,9 +73,9 @@ impl ReclaimSpaceController for AddonsController {
         &self,
         request: Request<ControllerReclaimSpaceRequest>,
     ) -> Result<Response<ControllerReclaimSpaceResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let id = request.volume_id;
-        answered("ControllerReclaimSpace", &id, within, async {
+        answered("ControllerReclaimSpace", &id, caller, async {
             validate::required("volume_id", &id)?;
             validate::map("parameters", &request.parameters)?;
             validate::secrets(&request.secrets)?;
@@ -93,8 +93,8 @@ impl FenceController for AddonsController {
         &self,
         request: Request<FenceClusterNetworkRequest>,
     ) -> Result<Response<FenceClusterNetworkResponse>, Status> {
-        let (request, within) = taken(request);
-        answered("FenceClusterNetwork", "", within, async {
+        let (request, caller) = taken(request);
+        answered("FenceClusterNetwork", "", caller, async {
             self.fence(request.parameters, request.cidrs, request.secrets, true)
                 .await?;
             Ok(FenceClusterNetworkResponse {})
@@ -106,8 +106,8 @@ impl FenceController for AddonsController {
         &self,
         request: Request<UnfenceClusterNetworkRequest>,
     ) -> Result<Response<UnfenceClusterNetworkResponse>, Status> {
-        let (request, within) = taken(request);
-        answered("UnfenceClusterNetwork", "", within, async {
+        let (request, caller) = taken(request);
+        answered("UnfenceClusterNetwork", "", caller, async {
             self.fence(request.parameters, request.cidrs, request.secrets, false)
                 .await?;
             Ok(UnfenceClusterNetworkResponse {})
@@ -119,8 +119,8 @@ impl FenceController for AddonsController {
         &self,
         request: Request<ListClusterFenceRequest>,
     ) -> Result<Response<ListClusterFenceResponse>, Status> {
-        let (request, within) = taken(request);
-        answered("ListClusterFence", "", within, async {
+        let (request, caller) = taken(request);
+        answered("ListClusterFence", "", caller, async {
             let cluster_id = cluster_of(&request.parameters, &request.secrets)?;
             let secrets = request.secrets.into();
             let networks = self.stores.fenced_networks(cluster_id, secrets).await?;

@@ -7,7 +7,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     super::{
-        call::{observed, timeout},
+        call::{Caller, observed},
         validate,
     },
     cluster_of,
@@ -171,9 +171,9 @@ impl FenceController for AddonsNode {
         &self,
         request: Request<GetFenceClientsRequest>,
     ) -> Result<Response<GetFenceClientsResponse>, Status> {
-        let timeout = timeout(request.metadata());
-        let work = self.fence_clients(request.into_inner(), timeout);
-        observed("GetFenceClients", "", work).await
+        let caller = Caller::of(request.metadata());
+        let work = self.fence_clients(request.into_inner(), caller.timeout);
+        observed("GetFenceClients", "", caller, work).await
     }
 }
 
@@ -183,10 +183,11 @@ impl ReclaimSpaceNode for AddonsNode {
         &self,
         request: Request<NodeReclaimSpaceRequest>,
     ) -> Result<Response<NodeReclaimSpaceResponse>, Status> {
-        let timeout = timeout(request.metadata());
+        let caller = Caller::of(request.metadata());
         let request = request.into_inner();
         let id = request.volume_id.clone();
-        observed("NodeReclaimSpace", &id, self.reclaim(request, timeout)).await
+        let work = self.reclaim(request, caller.timeout);
+        observed("NodeReclaimSpace", &id, caller, work).await
     }
 }
 
@@ -196,14 +197,10 @@ impl EncryptionKeyRotationController for AddonsNode {
         &self,
         request: Request<EncryptionKeyRotateRequest>,
     ) -> Result<Response<EncryptionKeyRotateResponse>, Status> {
-        let timeout = timeout(request.metadata());
+        let caller = Caller::of(request.metadata());
         let request = request.into_inner();
         let id = request.volume_id.clone();
-        observed(
-            "EncryptionKeyRotate",
-            &id,
-            self.rotate_key(request, timeout),
-        )
-        .await
+        let work = self.rotate_key(request, caller.timeout);
+        observed("EncryptionKeyRotate", &id, caller, work).await
     }
 }

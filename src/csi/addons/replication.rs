@@ -118,10 +118,10 @@ impl Controller for AddonsController {
         &self,
         request: Request<EnableVolumeReplicationRequest>,
     ) -> Result<Response<EnableVolumeReplicationResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let parts = parts!(request);
         let id = parts.volume();
-        answered("EnableVolumeReplication", &id, within, async {
+        answered("EnableVolumeReplication", &id, caller, async {
             let enable = |given: &HashMap<String, String>| {
                 Ok(ReplicationChange::Enable(ReplicationParameters::parse(
                     given,
@@ -137,10 +137,10 @@ impl Controller for AddonsController {
         &self,
         request: Request<DisableVolumeReplicationRequest>,
     ) -> Result<Response<DisableVolumeReplicationResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let parts = parts!(request);
         let id = parts.volume();
-        answered("DisableVolumeReplication", &id, within, async {
+        answered("DisableVolumeReplication", &id, caller, async {
             let disable = |given: &HashMap<String, String>| {
                 let force = ReplicationParameters::force(given)?;
                 Ok(ReplicationChange::Disable { force })
@@ -155,11 +155,11 @@ impl Controller for AddonsController {
         &self,
         request: Request<PromoteVolumeRequest>,
     ) -> Result<Response<PromoteVolumeResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let force = request.force;
         let parts = parts!(request);
         let id = parts.volume();
-        answered("PromoteVolume", &id, within, async {
+        answered("PromoteVolume", &id, caller, async {
             let promote = |given: &HashMap<String, String>| {
                 let parameters = ReplicationParameters::parse(given)?;
                 Ok(ReplicationChange::Promote { force, parameters })
@@ -174,10 +174,10 @@ impl Controller for AddonsController {
         &self,
         request: Request<DemoteVolumeRequest>,
     ) -> Result<Response<DemoteVolumeResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let parts = parts!(request);
         let id = parts.volume();
-        answered("DemoteVolume", &id, within, async {
+        answered("DemoteVolume", &id, caller, async {
             // A volume that is in use is not demoted by force either.
             self.replicate(parts, |_| Ok(ReplicationChange::Demote))
                 .await?;
@@ -190,11 +190,11 @@ impl Controller for AddonsController {
         &self,
         request: Request<ResyncVolumeRequest>,
     ) -> Result<Response<ResyncVolumeResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let force = request.force;
         let parts = parts!(request);
         let id = parts.volume();
-        answered("ResyncVolume", &id, within, async {
+        answered("ResyncVolume", &id, caller, async {
             let resync = |_: &HashMap<String, String>| Ok(ReplicationChange::Resync { force });
             let ready = self.replicate(parts, resync).await? == Replicated::Done;
             Ok(ResyncVolumeResponse { ready })
@@ -206,9 +206,9 @@ impl Controller for AddonsController {
         &self,
         request: Request<GetVolumeReplicationInfoRequest>,
     ) -> Result<Response<GetVolumeReplicationInfoResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let id = named(request.replication_source.as_ref(), &request.volume_id);
-        answered("GetVolumeReplicationInfo", &id, within, async {
+        answered("GetVolumeReplicationInfo", &id, caller, async {
             let id = volume_of(request.replication_source, request.volume_id)?;
             validate::secrets(&request.secrets)?;
             let secrets = request.secrets.into();

@@ -4,7 +4,7 @@ use prost_types::Timestamp;
 use tonic::{Request, Response, Status};
 
 use super::{
-    super::call::observed,
+    super::call::{Caller, observed},
     listing,
     service::{answered, taken},
     signed,
@@ -38,9 +38,10 @@ impl ControllerAdminService {
 impl ControllerAdmin for ControllerAdminService {
     async fn list_copies(
         &self,
-        _: Request<ListCopiesRequest>,
+        request: Request<ListCopiesRequest>,
     ) -> Result<Response<ListCopiesResponse>, Status> {
-        observed("ListCopies", "", async {
+        let caller = Caller::of(request.metadata());
+        observed("ListCopies", "", caller, async {
             let copies = self.copies.list().into_iter().map(under_way).collect();
             Ok(ListCopiesResponse { copies })
         })
@@ -51,9 +52,9 @@ impl ControllerAdmin for ControllerAdminService {
         &self,
         request: Request<ListNamedSnapshotsRequest>,
     ) -> Result<Response<ListNamedSnapshotsResponse>, Status> {
-        let (request, within) = taken(request);
-        answered("ListNamedSnapshots", "", within, async {
-            let omitted = Omitted::within(within);
+        let (request, caller) = taken(request);
+        answered("ListNamedSnapshots", "", caller, async {
+            let omitted = Omitted::within(caller.timeout);
             let mut what = listing(0, request.starting_token)?;
             what.omitted = Some(omitted.clone());
             let of_volume = Some(request.source_volume_id).filter(|id| !id.is_empty());

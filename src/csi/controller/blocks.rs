@@ -1,7 +1,7 @@
 //! The SnapshotMetadata service: the blocks of snapshots, for backups of what has changed. A
 //! message is one page; the next page is read once the caller takes it.
 
-use std::{pin::Pin, time::Duration};
+use std::pin::Pin;
 
 use futures_util::stream::{self, Stream, StreamExt as _};
 use tonic::{Request, Response, Status};
@@ -88,9 +88,9 @@ impl SnapshotMetadata for Controller {
         &self,
         request: Request<wire::GetMetadataAllocatedRequest>,
     ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
-        let (request, within): (_, Duration) = taken(request);
+        let (request, caller) = taken(request);
         let id = request.snapshot_id;
-        answered("GetMetadataAllocated", &id, within, async {
+        answered("GetMetadataAllocated", &id, caller, async {
             required("snapshot_id", &id)?;
             let place = (request.starting_offset, request.max_results);
             let what = block_request(id.clone(), None, place, request.secrets);
@@ -111,9 +111,9 @@ impl SnapshotMetadata for Controller {
         &self,
         request: Request<wire::GetMetadataDeltaRequest>,
     ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        let (request, within): (_, Duration) = taken(request);
+        let (request, caller) = taken(request);
         let (base, id) = (request.base_snapshot_id, request.target_snapshot_id);
-        answered("GetMetadataDelta", &id, within, async {
+        answered("GetMetadataDelta", &id, caller, async {
             required("base_snapshot_id", &base)?;
             required("target_snapshot_id", &id)?;
             let place = (request.starting_offset, request.max_results);

@@ -50,8 +50,8 @@ impl GroupController for Controller {
         &self,
         request: Request<wire::CreateVolumeGroupSnapshotRequest>,
     ) -> Result<Response<wire::CreateVolumeGroupSnapshotResponse>, Status> {
-        let (request, within) = taken(request);
-        answered("CreateVolumeGroupSnapshot", "", within, async {
+        let (request, caller) = taken(request);
+        answered("CreateVolumeGroupSnapshot", "", caller, async {
             logs::record_name(&request.name);
             required("name", &request.name)?;
             if request.source_volume_ids.is_empty() {
@@ -79,9 +79,9 @@ impl GroupController for Controller {
         &self,
         request: Request<wire::DeleteVolumeGroupSnapshotRequest>,
     ) -> Result<Response<wire::DeleteVolumeGroupSnapshotResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let id = request.group_snapshot_id;
-        answered("DeleteVolumeGroupSnapshot", &id, within, async {
+        answered("DeleteVolumeGroupSnapshot", &id, caller, async {
             required("group_snapshot_id", &id)?;
             validate::secrets(&request.secrets)?;
             let secrets = request.secrets.into();
@@ -97,9 +97,9 @@ impl GroupController for Controller {
         &self,
         request: Request<wire::GetVolumeGroupSnapshotRequest>,
     ) -> Result<Response<wire::GetVolumeGroupSnapshotResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let id = request.group_snapshot_id;
-        answered("GetVolumeGroupSnapshot", &id, within, async {
+        answered("GetVolumeGroupSnapshot", &id, caller, async {
             required("group_snapshot_id", &id)?;
             validate::secrets(&request.secrets)?;
             let secrets = request.secrets.into();

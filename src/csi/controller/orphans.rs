@@ -40,9 +40,11 @@ impl OrphanAdmin for OrphanService {
         &self,
         request: Request<ListOrphansRequest>,
     ) -> Result<Response<ListOrphansResponse>, Status> {
-        let (_, within) = taken(request);
-        answered("ListOrphans", "", within, async {
-            let in_time = within.saturating_sub(BEFORE_TIMEOUT.min(within / 4));
+        let (_, caller) = taken(request);
+        answered("ListOrphans", "", caller, async {
+            let in_time = caller
+                .timeout
+                .saturating_sub(BEFORE_TIMEOUT.min(caller.timeout / 4));
             let report = self.stores.orphans(in_time).await?;
             Ok(ListOrphansResponse {
                 orphans: report.orphans.into_iter().map(orphan).collect(),
@@ -56,9 +58,9 @@ impl OrphanAdmin for OrphanService {
         &self,
         request: Request<RemoveOrphanRequest>,
     ) -> Result<Response<RemoveOrphanResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let path = request.path.clone();
-        answered("RemoveOrphan", &path, within, async {
+        answered("RemoveOrphan", &path, caller, async {
             required("path", &request.path)?;
             if request.confirm != request.path {
                 return Err(invalid("confirm", "must repeat path: it is removed"));

@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status, metadata::MetadataValue};
 
 use super::{
     super::{
-        call::{OMITTED, TAKES_LESS, observed, timeout},
+        call::{Caller, OMITTED, TAKES_LESS, observed},
         validate::{self, required},
     },
     Controller, listing,
@@ -46,10 +46,10 @@ pub const METHODS: [&str; 21] = [
     "GetMetadataDelta",
 ];
 
-/// A request, and how long its call may wait for the work.
-pub fn taken<Q>(request: Request<Q>) -> (Q, Duration) {
-    let within = timeout(request.metadata());
-    (request.into_inner(), within)
+/// A request, and its caller.
+pub fn taken<Q>(request: Request<Q>) -> (Q, Caller) {
+    let caller = Caller::of(request.metadata());
+    (request.into_inner(), caller)
 }
 
 /// Runs one call, and answers it before its caller's timeout, so that the claim's events
@@ -58,18 +58,18 @@ pub fn taken<Q>(request: Request<Q>) -> (Q, Duration) {
 pub async fn answered<T>(
     method: &'static str,
     subject: &str,
-    within: Duration,
+    caller: Caller,
     work: impl Future<Output = Result<T, Status>>,
 ) -> Result<Response<T>, Status> {
     let in_time = async {
-        match provision::within(within, work).await {
+        match provision::within(caller.timeout, work).await {
             Ok(answer) => answer,
             Err(under_way) => Err(Status::deadline_exceeded(format!(
                 "{method} continues after this call's deadline, {under_way}; the next equal call joins it"
             ))),
         }
     };
-    observed(method, subject, in_time).await
+    observed(method, subject, caller, in_time).await
 }
 
 /// The answer, with the omitted storage in its metadata.
@@ -87,8 +87,8 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<wire::CreateVolumeRequest>,
     ) -> Result<Response<wire::CreateVolumeResponse>, Status> {
-        let (request, within) = taken(request);
-        answered("CreateVolume", "", within, async {
+        let (request, caller) = taken(request);
+        answered("CreateVolume", "", caller, async {
             logs::record_name(&request.name);
             let volume = Box::pin(self.create(request)).await?;
             logs::record_volume_id(&volume.volume_id);
@@ -102,9 +102,9 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<wire::DeleteVolumeRequest>,
     ) -> Result<Response<wire::DeleteVolumeResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let wire::DeleteVolumeRequest { volume_id, secrets } = request;
-        answered("DeleteVolume", &volume_id, within, async {
+        answered("DeleteVolume", &volume_id, caller, async {
             required("volume_id", &volume_id)?;
             validate::secrets(&secrets)?;
             let stores = &self.stores;
@@ -120,12 +120,12 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<wire::ControllerPublishVolumeRequest>,
     ) -> Result<Response<wire::ControllerPublishVolumeResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let id = request.volume_id.clone();
         answered(
             "ControllerPublishVolume",
             &id,
-            within,
+            caller,
             self.publish(request),
         )
         .await
@@ -135,23 +135,26 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<wire::ControllerUnpublishVolumeRequest>,
     ) -> Result<Response<wire::ControllerUnpublishVolumeResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let id = request.volume_id.clone();
         // It answers at once where a node keeps the volume.
-        let work = self.unpublish(request, within.saturating_sub(Duration::from_millis(500)));
-        answered("ControllerUnpublishVolume", &id, within, work).await
+        let work = self.unpublish(
+            request,
+            caller.timeout.saturating_sub(Duration::from_millis(500)),
+        );
+        answered("ControllerUnpublishVolume", &id, caller, work).await
     }
 
     async fn validate_volume_capabilities(
         &self,
         request: Request<wire::ValidateVolumeCapabilitiesRequest>,
     ) -> Result<Response<wire::ValidateVolumeCapabilitiesResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let id = request.volume_id.clone();
         answered(
             "ValidateVolumeCapabilities",
             &id,
-            within,
+            caller,
             self.confirm(request),
         )
         .await
@@ -163,9 +166,9 @@ impl controller_server::Controller for Controller {
     ) -> Result<Response<wire::ListVolumesResponse>, Status> {
         use wire::list_volumes_response::Entry;
         let takes_less = request.metadata().contains_key(TAKES_LESS);
-        let (request, within) = taken(request);
-        let omitted = takes_less.then(|| Omitted::within(within));
-        let listed = answered("ListVolumes", "", within, async {
+        let (request, caller) = taken(request);
+        let omitted = takes_less.then(|| Omitted::within(caller.timeout));
+        let listed = answered("ListVolumes", "", caller, async {
             let mut what = listing(request.max_entries, request.starting_token)?;
             what.omitted.clone_from(&omitted);
             let page = self.stores.list_volumes(what).await?;
@@ -185,11 +188,11 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<wire::ControllerListVolumeHealthRequest>,
     ) -> Result<Response<wire::ControllerListVolumeHealthResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         answered(
             "ControllerListVolumeHealth",
             "",
-            within,
+            caller,
             self.all_health(request),
         )
         .await
@@ -199,9 +202,9 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<wire::ControllerGetVolumeHealthRequest>,
     ) -> Result<Response<wire::ControllerGetVolumeHealthResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let id = request.volume_id;
-        answered("ControllerGetVolumeHealth", &id, within, async {
+        answered("ControllerGetVolumeHealth", &id, caller, async {
             required("volume_id", &id)?;
             let health = self.health(id.clone(), request.secrets.into()).await?;
             let volume_health = Some(health);
@@ -214,8 +217,8 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<wire::GetCapacityRequest>,
     ) -> Result<Response<wire::GetCapacityResponse>, Status> {
-        let (request, within) = taken(request);
-        answered("GetCapacity", "", within, self.capacity(request)).await
+        let (request, caller) = taken(request);
+        answered("GetCapacity", "", caller, self.capacity(request)).await
     }
 
     async fn controller_get_capabilities(
@@ -249,9 +252,9 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<wire::CreateSnapshotRequest>,
     ) -> Result<Response<wire::CreateSnapshotResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let source = request.source_volume_id;
-        answered("CreateSnapshot", &source, within, async {
+        answered("CreateSnapshot", &source, caller, async {
             logs::record_name(&request.name);
             required("source_volume_id", &source)?;
             required("name", &request.name)?;
@@ -274,9 +277,9 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<wire::DeleteSnapshotRequest>,
     ) -> Result<Response<wire::DeleteSnapshotResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let id = request.snapshot_id;
-        answered("DeleteSnapshot", &id, within, async {
+        answered("DeleteSnapshot", &id, caller, async {
             required("snapshot_id", &id)?;
             validate::secrets(&request.secrets)?;
             let stores = &self.stores;
@@ -293,8 +296,8 @@ impl controller_server::Controller for Controller {
         request: Request<wire::ListSnapshotsRequest>,
     ) -> Result<Response<wire::ListSnapshotsResponse>, Status> {
         use wire::list_snapshots_response::Entry;
-        let (request, within) = taken(request);
-        answered("ListSnapshots", "", within, async {
+        let (request, caller) = taken(request);
+        answered("ListSnapshots", "", caller, async {
             let page = self.snapshots(request).await?;
             let entries = page.entries.into_iter().map(|snapshot| Entry {
                 snapshot: Some(self.snapshot(snapshot)),
@@ -311,12 +314,12 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<wire::GetSnapshotRequest>,
     ) -> Result<Response<wire::GetSnapshotResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let wire::GetSnapshotRequest {
             snapshot_id: id,
             secrets,
         } = request;
-        answered("GetSnapshot", &id, within, async {
+        answered("GetSnapshot", &id, caller, async {
             required("snapshot_id", &id)?;
             let stores = &self.stores;
             let found = stores.get_snapshot(id.clone(), secrets.into()).await?;
@@ -330,9 +333,9 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<wire::ControllerExpandVolumeRequest>,
     ) -> Result<Response<wire::ControllerExpandVolumeResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let id = request.volume_id.clone();
-        answered("ControllerExpandVolume", &id, within, self.expand(request)).await
+        answered("ControllerExpandVolume", &id, caller, self.expand(request)).await
     }
 
     async fn controller_get_volume(
@@ -340,9 +343,9 @@ impl controller_server::Controller for Controller {
         request: Request<wire::ControllerGetVolumeRequest>,
     ) -> Result<Response<wire::ControllerGetVolumeResponse>, Status> {
         use wire::controller_get_volume_response::VolumeStatus;
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let id = request.volume_id;
-        answered("ControllerGetVolume", &id, within, async {
+        answered("ControllerGetVolume", &id, caller, async {
             required("volume_id", &id)?;
             let found = self.stores.get_volume(id.clone()).await?;
             Ok(wire::ControllerGetVolumeResponse {
@@ -359,9 +362,9 @@ impl controller_server::Controller for Controller {
         &self,
         request: Request<wire::ControllerModifyVolumeRequest>,
     ) -> Result<Response<wire::ControllerModifyVolumeResponse>, Status> {
-        let (request, within) = taken(request);
+        let (request, caller) = taken(request);
         let id = request.volume_id;
-        answered("ControllerModifyVolume", &id, within, async {
+        answered("ControllerModifyVolume", &id, caller, async {
             required("volume_id", &id)?;
             validate::secrets(&request.secrets)?;
             validate::map("mutable_parameters", &request.mutable_parameters)?;

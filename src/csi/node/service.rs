@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     super::{
-        call::{observed, timeout},
+        call::{Caller, observed},
         identity::topology,
     },
     NodeService,
@@ -43,10 +43,10 @@ impl<Q> VolumeCall<Q> {
         F: Future<Output = Result<T, Status>>,
     {
         let Self(method, request, volume_id) = self;
-        let timeout = timeout(request.metadata());
+        let caller = Caller::of(request.metadata());
         let request = request.into_inner();
         let id = volume_id(&request).clone();
-        observed(method, &id, work(request, timeout)).await
+        observed(method, &id, caller, work(request, caller.timeout)).await
     }
 }
 
