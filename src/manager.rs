@@ -10,6 +10,8 @@
 //! that tasks, records, lanes and recovery are [`crate::volume`]'s.
 
 #[cfg(feature = "node")]
+mod applied;
+#[cfg(feature = "node")]
 mod calls;
 pub mod desired;
 #[cfg(feature = "node")]

@@ -15,6 +15,7 @@ pub mod bind;
 pub mod options;
 pub(crate) mod ownership;
 pub mod path;
+pub mod reconfigure;
 pub mod table;
 pub mod unmount;
 pub mod users;

@@ -56,6 +56,7 @@ mod reclaim;
 mod reconcile;
 pub mod record;
 mod remote;
+mod remount;
 mod rotate_key;
 pub mod spec;
 mod stage;

@@ -10,9 +10,10 @@ use crate::{
     capability::{AccessMode, AccessType, Capability},
     device::{Fencing, Source},
     digest, error_chain,
+    mount::options::FsOption,
     volume::{
         Cause, Node,
-        spec::{Expand, Parsed, Publish, RootAccess, Stage, Use},
+        spec::{Expand, Parsed, Publish, Remount, RootAccess, Stage, Use},
     },
 };
 
@@ -78,6 +79,27 @@ pub fn publish(node: &Node, handle: &str, desired: &Desired) -> Result<Publish, 
         group: None,
         remount: true,
     })
+}
+
+/// The call that gives the mounted file system the options of `desired`, by setting these;
+/// `None` of a raw volume.
+pub fn remount(
+    node: &Node,
+    handle: &str,
+    desired: &Desired,
+    set: Vec<FsOption>,
+) -> Result<Option<Remount>, Cause> {
+    let stage = stage(node, handle, desired)?;
+    let Use::Mount { options, .. } = stage.usage else {
+        return Ok(None);
+    };
+    Ok(Some(Remount {
+        staging_path: stage.staging_path,
+        options,
+        set,
+        read_only: stage.read_only,
+        mode: stage.mode,
+    }))
 }
 
 /// The call that grows the volume.

@@ -1,8 +1,11 @@
 //! What differs between two desired states of a volume, and what can be changed while it is
 //! mounted.
 
-use super::desired::{Desired, DesiredAccess};
-use crate::mount::options::MountOptions;
+use super::{
+    applied::Applied,
+    desired::{Desired, DesiredAccess},
+};
+use crate::mount::options::{FsOption, MountOptions};
 
 /// Whether a volume that was set up as `before` asks needs no other setup for `now`: the two
 /// differ at most in what can be changed while it is attached.
@@ -11,6 +14,31 @@ pub fn is_same_setup(before: &Desired, now: &Desired) -> bool {
         && before.read_only == now.read_only
         && without_options(&before.access) == without_options(&now.access)
         && options(before).without_target_attributes() == options(now).without_target_attributes()
+}
+
+/// The options to set on the mounted file system of a volume that was set up as recorded,
+/// for it to be as `now` asks; `None` where it takes another setup.
+pub fn change_in_place(applied: &Applied, now: &Desired) -> Option<Vec<FsOption>> {
+    let before = &applied.desired;
+    let is_mount = |of: &Desired| matches!(of.access, DesiredAccess::Mount { .. });
+    let in_doubt = MountOptions::parse(&applied.in_doubt).unwrap_or_default();
+    // Attached to be read only, it may be attached elsewhere.
+    let becomes_writable = (is_read_only(before) || in_doubt.read_only()) && !is_read_only(now);
+    let is_refused = (applied.refused.as_ref()).is_some_and(|refused| refused.is_of(now));
+    if before.source != now.source
+        || !is_mount(now)
+        || without_options(&before.access) != without_options(&now.access)
+        || becomes_writable
+        || is_refused
+    {
+        return None;
+    }
+    options(now).to_set(&options(before), &in_doubt).ok()
+}
+
+/// Whether this machine only reads it.
+pub fn is_read_only(of: &Desired) -> bool {
+    of.read_only || options(of).read_only()
 }
 
 /// Whether a target that was mounted as `before` asks has the options of `now`.

@@ -6,8 +6,9 @@ use std::{
 };
 
 use super::{
+    applied::Applied,
     difference::changed_keys,
-    plan::{Action, Actual, Applied, Blocked, Next, Presence, applied_names, next_of},
+    plan::{Action, Actual, Blocked, Next, Presence, applied_names, next_of},
     table::{DesiredTable, WantedFile},
 };
 
@@ -96,6 +97,11 @@ fn succeed(actual: &mut Actual, action: &Action) {
             if let Some(applied) = &mut actual.applied {
                 applied.desired.access.set_options(options);
                 applied.has_options = true;
+            }
+        }
+        (Action::Reconfigure { options, read_only }, _) => {
+            if let Some(applied) = &mut actual.applied {
+                applied.reconfigured(options, *read_only);
             }
         }
         (Action::Grow(size), _) => {

@@ -9,39 +9,17 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
-    path::{Path, PathBuf},
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
-use serde::{Deserialize, Serialize};
-
 use super::{
-    desired::{Desired, DesiredAccess},
-    difference::{is_same_mount, is_same_setup},
+    applied::Applied,
+    desired::DesiredAccess,
+    difference::{change_in_place, is_read_only, is_same_mount, is_same_setup},
     table::{DesiredTable, WantedFile},
 };
 use crate::{Kind, size::Size};
-
-/// What the manager set out to do for a volume, as it records it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Applied {
-    /// The name of the file that asked for it.
-    pub name: String,
-    pub desired: Desired,
-    /// The size that it was grown to.
-    #[serde(default)]
-    pub grown_to: Option<Size>,
-    /// Whether the mount at its path has the options; else it may have others.
-    #[serde(default)]
-    pub has_options: bool,
-}
-
-impl Applied {
-    /// Its file's name, handle and path.
-    pub fn as_file<'a>(&'a self, handle: &'a str) -> (&'a str, &'a str, &'a Path) {
-        (&self.name, handle, &self.desired.path)
-    }
-}
 
 /// A volume as it is on this machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -84,6 +62,11 @@ pub enum Action {
     Publish,
     /// Give its mount these options, while it is in use.
     Remount(Vec<String>),
+    /// Give its file system these options, while it is in use.
+    Reconfigure {
+        options: Vec<String>,
+        read_only: bool,
+    },
     /// Grow it to this size at least.
     Grow(Size),
     /// Let it disappear from this path.
@@ -102,6 +85,15 @@ impl fmt::Display for Action {
             Self::Publish => f.write_str("publish"),
             Self::Remount(options) if options.is_empty() => f.write_str("remount without options"),
             Self::Remount(options) => write!(f, "remount with {}", options.join(",")),
+            Self::Reconfigure { options, read_only } => {
+                f.write_str("change the file system to ")?;
+                match (&*options.join(","), read_only) {
+                    ("", false) => f.write_str("no options"),
+                    ("", true) => f.write_str("read-only"),
+                    (options, false) => f.write_str(options),
+                    (options, true) => write!(f, "{options}, read-only"),
+                }
+            }
             Self::Grow(size) => write!(f, "grow to {size}"),
             Self::Unpublish(path) => write!(f, "unmount from {}", path.display()),
             Self::Unstage => f.write_str("unmount and detach"),
@@ -149,12 +141,42 @@ fn next(wanted: Option<&WantedFile>, actual: &Actual) -> Next {
         };
     };
     match wanted {
-        Some(wanted) if is_same_setup(&applied.desired, &wanted.desired) => {
+        Some(wanted)
+            if applied.in_doubt.is_empty() && is_same_setup(&applied.desired, &wanted.desired) =>
+        {
             change(wanted, applied, &actual.presence)
         }
         Some(wanted) if actual.presence == Presence::Absent => record(wanted, None),
-        _ => tear_down(applied, &actual.presence),
+        Some(wanted) => match reconfigure(wanted, applied, &actual.presence) {
+            Some(action) => Next::Act(action),
+            None => tear_down(applied, &actual.presence),
+        },
+        None => tear_down(applied, &actual.presence),
     }
+}
+
+/// The change of the mounted file system that is enough for `wanted`, if one is.
+fn reconfigure(wanted: &WantedFile, applied: &Applied, presence: &Presence) -> Option<Action> {
+    let Presence::Managed {
+        staged: true,
+        targets,
+    } = presence
+    else {
+        return None;
+    };
+    let now = &wanted.desired;
+    let has_others = targets.iter().any(|path| *path != applied.desired.path);
+    if has_others && is_read_only(now) != is_read_only(&applied.desired) {
+        return None;
+    }
+    let _ = change_in_place(applied, now)?;
+    let DesiredAccess::Mount { options, .. } = &now.access else {
+        return None;
+    };
+    Some(Action::Reconfigure {
+        options: options.clone(),
+        read_only: now.read_only,
+    })
 }
 
 fn record(wanted: &WantedFile, before: Option<&Applied>) -> Next {
@@ -168,6 +190,8 @@ fn record(wanted: &WantedFile, before: Option<&Applied>) -> Next {
         desired,
         grown_to: before.and_then(|before| before.grown_to),
         has_options,
+        in_doubt: Vec::new(),
+        refused: None,
     })))
 }
 

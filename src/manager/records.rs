@@ -9,7 +9,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::plan::Applied;
+use super::applied::Applied;
 use crate::{
     digest,
     file::{self, FileDurability},
@@ -95,6 +95,8 @@ mod tests {
             desired: parse("data", "source = {}\nraw.path = '/x'").unwrap(),
             grown_to: Some("4Ki".parse().unwrap()),
             has_options: true,
+            in_doubt: vec!["sync".to_owned()],
+            refused: None,
         };
         let open = |boot: &str| AppliedRecords::open(dir.path(), boot.to_owned()).unwrap();
         open("one").save("a/b", &applied).unwrap();

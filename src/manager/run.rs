@@ -11,9 +11,11 @@ use std::{
 use tokio::sync::{Notify, Semaphore, watch};
 
 use super::{
+    applied::{Applied, Refused},
     calls,
+    difference::{change_in_place, is_read_only},
     directory::{DirectoryContent, MARKER, VolumesDir},
-    plan::{Action, Actual, Applied, Failure, Plan, Presence, Unfinished, plan},
+    plan::{Action, Actual, Failure, Plan, Presence, Unfinished, plan},
     populate,
     records::AppliedRecords,
     state::{ManagerState, Summary},
@@ -365,6 +367,9 @@ impl Manager {
                 applied.desired.access.set_options(options);
                 self.publish(handle, applied).await
             }
+            Action::Reconfigure { options, read_only } => {
+                self.reconfigure(handle, options, *read_only).await
+            }
             Action::Grow(size) => self.grow(handle, *size).await,
             Action::Unpublish(path) => self.unpublish(handle, path.clone()).await,
             Action::Unstage => {
@@ -427,6 +432,58 @@ impl Manager {
         self.submit(handle, Call::Publish(publish).into()).await?;
         applied.has_options = true;
         self.record(handle, applied).await
+    }
+
+    /// Gives the mounted file system these options. What may be in force is recorded before,
+    /// and a refusal, so that the volume is set up anew once nothing uses it.
+    async fn reconfigure(
+        &self,
+        handle: &str,
+        options: &[String],
+        read_only: bool,
+    ) -> Result<(), Failed> {
+        let before = self.applied(handle)?;
+        let mut wanted = before.desired.clone();
+        wanted.access.set_options(options);
+        wanted.read_only = read_only;
+        let set = change_in_place(&before, &wanted);
+        let call = match set {
+            Some(set) => calls::remount(&self.node, handle, &wanted, set)?,
+            None => None,
+        };
+        let Some(call) = call else {
+            let kind = Kind::Conflict;
+            let error = "it is set up otherwise meanwhile".to_owned();
+            return Err(Failed { kind, error });
+        };
+        let mut begun = before.clone();
+        begun.in_doubt.extend_from_slice(options);
+        if is_read_only(&wanted) {
+            begun.in_doubt.push("ro".to_owned());
+        }
+        begun.has_options = false;
+        self.record(handle, begun).await?;
+        match self.submit(handle, Call::Remount(call).into()).await {
+            Ok(()) => {
+                let mut after = before;
+                after.reconfigured(options, read_only);
+                self.record(handle, after).await
+            }
+            Err(Failed {
+                kind: kind @ (Kind::Invalid | Kind::Precondition),
+                error,
+            }) => {
+                let refused = Refused {
+                    options: options.to_vec(),
+                    read_only,
+                    why: error.clone(),
+                };
+                let refused = Some(refused);
+                self.record(handle, Applied { refused, ..before }).await?;
+                Err(Failed { kind, error })
+            }
+            Err(failed) => Err(failed),
+        }
     }
 
     async fn grow(&self, handle: &str, size: Size) -> Result<(), Failed> {

@@ -6,8 +6,9 @@ use std::{
 };
 
 use super::{
+    applied::Applied,
     directory::DirectoryContent,
-    plan::{Action, Applied, Next, Plan, Unfinished},
+    plan::{Action, Next, Plan, Unfinished},
     table::DesiredTable,
 };
 
@@ -66,12 +67,28 @@ impl ManagerState {
             (Some(Action::Grow(_)), Some(failure)) if now == planned => {
                 (READY, failure.to_string())
             }
-            (Some(_), Some(failure)) if running.is_none() => (FAILED, failure.to_string()),
+            (Some(_), Some(failure)) if running.is_none() => {
+                (FAILED, self.with_refusal(handle, failure.to_string()))
+            }
             (Some(action), _) => (CHANGING, action.to_string()),
             (None, _) => match next {
                 Some(Next::Blocked(why)) => (BLOCKED, why.to_string()),
                 _ => (READY, String::new()),
             },
+        }
+    }
+
+    /// The failure, and why the volume is set up anew although another change would do.
+    fn with_refusal(&self, handle: &str, failure: String) -> String {
+        let refused = self.applied.get(handle).and_then(|it| it.refused.as_ref());
+        let wanted = self.desired.volumes.get(handle);
+        match refused.zip(wanted) {
+            Some((refused, wanted))
+                if refused.is_of(&wanted.desired) && !failure.ends_with(&refused.why) =>
+            {
+                format!("{failure}; it is needed since {}", refused.why)
+            }
+            _ => failure,
         }
     }
 

@@ -129,6 +129,15 @@ pub enum MountError {
         kernel_says: String,
         source: io::Error,
     },
+    /// The kernel keeps the options of a mounted file system.
+    #[error("the file system at {path:?} keeps its options while it is mounted: {why}")]
+    Fixed { path: PathBuf, why: String },
+    /// A file system that is to become read-only is written.
+    #[error(
+        "the file system at {path:?} cannot become read-only while files on it are open for \
+         writing; close them"
+    )]
+    OpenForWriting { path: PathBuf },
     /// A directory cannot be mounted on a file, nor a file on a directory.
     #[error("cannot mount {what} on {path:?}, which is {found}")]
     WrongTarget {
@@ -152,11 +161,12 @@ impl MountError {
     pub fn kind(&self) -> Kind {
         match self {
             Self::BadOption { .. } => Kind::Invalid,
-            Self::Busy { .. } => Kind::InUse,
+            Self::Busy { .. } | Self::OpenForWriting { .. } => Kind::InUse,
             Self::OtherOptions { .. }
             | Self::DuplicateUuid { .. }
             | Self::WriteProtected { .. }
             | Self::BadSuperblock { .. }
+            | Self::Fixed { .. }
             | Self::Unsupported { .. } => Kind::Precondition,
             Self::Remote { source, .. } => match source.raw_os_error() {
                 Some(
@@ -372,7 +382,7 @@ fn not_in_force(requested: &MountOptions, at: &SafePath) -> Result<Option<String
 
 /// The messages in the context's log, fsopen(2): each begins with its severity and a
 /// space.
-fn log(context: BorrowedFd<'_>) -> String {
+pub(super) fn log(context: BorrowedFd<'_>) -> String {
     let mut messages = Vec::new();
     let mut buffer = [0u8; 4096];
     while let Ok(length @ 1..) = read(context, &mut buffer) {
@@ -388,7 +398,7 @@ fn log(context: BorrowedFd<'_>) -> String {
     messages.join("; ")
 }
 
-fn log_or_errno(error: Errno, log: &str) -> String {
+pub(super) fn log_or_errno(error: Errno, log: &str) -> String {
     if log.is_empty() {
         io::Error::from(error).to_string()
     } else {

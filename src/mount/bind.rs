@@ -51,16 +51,25 @@ pub fn bind(
 }
 
 /// Gives a bind mount the attributes that the options name, in place of those that it has,
-/// also while it is in use; it stays read-only or writable. Never blocks on a device.
-pub fn set_attributes(mount: BorrowedFd<'_>, options: &MountOptions) -> io::Result<()> {
-    let kept = MountAttrFlags::MOUNT_ATTR_RDONLY;
+/// also while it is in use. It becomes read-only where asked, and never writable. Never
+/// blocks on a device.
+pub fn set_attributes(
+    mount: BorrowedFd<'_>,
+    options: &MountOptions,
+    read_only: bool,
+) -> io::Result<()> {
+    let writing = MountAttrFlags::MOUNT_ATTR_RDONLY;
     let others = MountAttrFlags::MOUNT_ATTR_NOSUID
         | MountAttrFlags::MOUNT_ATTR_NODEV
         | MountAttrFlags::MOUNT_ATTR_NOEXEC
         | MountAttrFlags::MOUNT_ATTR_NOSYMFOLLOW
         | MountAttrFlags::MOUNT_ATTR_NODIRATIME
         | MountAttrFlags::MOUNT_ATTR__ATIME;
-    mount_setattr(mount, options.attributes().set.difference(kept), others)
+    let mut set = options.attributes().set.difference(writing);
+    if read_only {
+        set |= writing;
+    }
+    mount_setattr(mount, set, others)
 }
 
 #[cfg(test)]
@@ -119,9 +128,14 @@ mod tests {
             ("nosuid,strictatime,rw", "ro,nosuid"),
             ("", "ro,relatime"),
         ] {
-            set_attributes(root.as_fd(), &options(words)).expect("set");
+            set_attributes(root.as_fd(), &options(words), false).expect("set");
             assert_eq!(has(), expected, "{words}");
         }
+        let writable = source.as_fd();
+        set_attributes(writable, &options("rw"), true).expect("set");
+        let file = stage.path().join("file");
+        let error = fs::write(file, "text").expect_err("read-only");
+        assert_eq!(error.kind(), io::ErrorKind::ReadOnlyFilesystem);
         drop((held, root));
         let _ = unmount(&target).expect("no descriptor is left");
     }

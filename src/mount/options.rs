@@ -27,6 +27,7 @@ use rustix::mount::MountAttrFlags as Flags;
 use serde::{Deserialize, Serialize};
 
 mod allowed;
+mod change;
 
 /// The parsed options of one volume: attributes of the mount, options of the superblock.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]

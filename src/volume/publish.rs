@@ -159,7 +159,7 @@ impl Publishing<'_> {
         let look = PathKind::of(target.as_fd()).map_err(Cause::io(format!("look at {path}")))?;
         match look {
             PathKind::Mount(mounted) if self.record.appears_at(&mounted) => {
-                let set = bind::set_attributes(target.as_fd(), self.options);
+                let set = bind::set_attributes(target.as_fd(), self.options, self.read_only);
                 set.map_err(Cause::io(format!("set the mount options at {path}")))
             }
             _ => Err(Cause::precondition(format!("it was unmounted from {path}"))),
@@ -237,7 +237,7 @@ impl Publishing<'_> {
     }
 
     fn bind_mount(self, place: &SafePath) -> Result<(), Cause> {
-        let mount = self.staged()?;
+        let mount = open_staged(self.cx, self.record)?;
         if let Some(group) = self.spec.group.filter(|_| !self.read_only) {
             let own = || group.apply(mount.as_fd());
             already("chgrp", self.cx.step("chgrp", own)?);
@@ -250,30 +250,6 @@ impl Publishing<'_> {
             let bound = bind::bind(mount.as_fd(), true, place, self.options, self.read_only);
             undo_made(bound, place, made)
         })
-    }
-
-    /// The staging mount. Rejects another one, and a file system that was shut down.
-    fn staged(self) -> Result<OwnedFd, Cause> {
-        let at = self.record.mount_point();
-        let gone = || {
-            let at = at.display();
-            Cause::precondition(format!("its mount at {at} is gone; stage it again"))
-        };
-        let opened = match self.cx.node.places.open_staging(&at) {
-            Err(Cause::Path {
-                source: PathError::Io { source, .. },
-                ..
-            }) if source.kind() == io::ErrorKind::StaleNetworkFileHandle => {
-                return Err(shut_down(&at));
-            }
-            opened => opened?.ok_or_else(gone)?,
-        };
-        let look = PathKind::of(opened.as_fd());
-        match look.map_err(Cause::io(format!("look at {}", at.display())))? {
-            PathKind::Mount(mounted) if mounted.shut_down => Err(shut_down(&at)),
-            PathKind::Mount(mounted) if self.record.appears_at(&mounted) => Ok(opened),
-            _ => Err(gone()),
-        }
     }
 
     /// A read-only bind of a device node does not stop a writer who opens it: the
@@ -305,6 +281,30 @@ impl Publishing<'_> {
         let lock = || device::descriptor_lock::lock(dev, &self.spec.target_path);
         already("lock", self.cx.step("lock", lock)?);
         Ok(())
+    }
+}
+
+/// The staging mount. Rejects another one, and a file system that was shut down.
+pub(super) fn open_staged(cx: OnLane<'_>, record: &Record) -> Result<OwnedFd, Cause> {
+    let at = record.mount_point();
+    let gone = || {
+        let at = at.display();
+        Cause::precondition(format!("its mount at {at} is gone; stage it again"))
+    };
+    let opened = match cx.node.places.open_staging(&at) {
+        Err(Cause::Path {
+            source: PathError::Io { source, .. },
+            ..
+        }) if source.kind() == io::ErrorKind::StaleNetworkFileHandle => {
+            return Err(shut_down(&at));
+        }
+        opened => opened?.ok_or_else(gone)?,
+    };
+    let look = PathKind::of(opened.as_fd());
+    match look.map_err(Cause::io(format!("look at {}", at.display())))? {
+        PathKind::Mount(mounted) if mounted.shut_down => Err(shut_down(&at)),
+        PathKind::Mount(mounted) if record.appears_at(&mounted) => Ok(opened),
+        _ => Err(gone()),
     }
 }
 

@@ -19,7 +19,7 @@ use crate::{
     device::{self, Fencing, Source},
     fs::{FsType, UnsupportedFs, mkfs},
     mount::{
-        options::MountOptions,
+        options::{FsOption, MountOptions},
         ownership::{BadGroup, FsGroup},
     },
     secret::Secrets,
@@ -207,6 +207,21 @@ pub struct Expand {
     pub limit: u64,
 }
 
+/// Other options for the file system of a staged volume, while it is mounted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Remount {
+    /// Where the volume is staged.
+    pub staging_path: PathBuf,
+    /// All options that it then has.
+    pub options: MountOptions,
+    /// Those to set for that.
+    pub set: Vec<FsOption>,
+    /// Whether it becomes read-only, or stays so.
+    pub read_only: bool,
+    /// Its access mode.
+    pub mode: AccessMode,
+}
+
 /// csi-addons' `NodeReclaimSpace`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reclaim {
@@ -257,6 +272,8 @@ pub enum Call {
     Unpublish(PathBuf),
     /// `NodeExpandVolume`.
     Expand(Expand),
+    /// The agent's own, of the volume manager.
+    Remount(Remount),
     /// csi-addons' `NodeReclaimSpace`.
     Reclaim(Reclaim),
     /// csi-addons' `EncryptionKeyRotate`, with its volume path; empty if the caller does not
@@ -294,6 +311,7 @@ impl Call {
                 spec.volume_path = respell(&spec.volume_path);
                 spec.staging_path = respell(&spec.staging_path);
             }
+            Self::Remount(spec) => spec.staging_path = respell(&spec.staging_path),
             Self::Reclaim(spec) => {
                 spec.volume_path = respell(&spec.volume_path);
                 spec.staging_path = respell(&spec.staging_path);
@@ -336,6 +354,7 @@ impl Call {
             }
             Self::Unstage(path) | Self::Unpublish(path) => Some(path),
             Self::Expand(_)
+            | Self::Remount(_)
             | Self::Reclaim(_)
             | Self::RotateKey(_)
             | Self::Format(_)
@@ -357,6 +376,7 @@ impl Call {
             Self::Publish(_) | Self::Inline(_) => "NodePublishVolume",
             Self::Unpublish(_) => "NodeUnpublishVolume",
             Self::Expand(_) => "NodeExpandVolume",
+            Self::Remount(_) => "remount",
             Self::Reclaim(_) => "NodeReclaimSpace",
             Self::RotateKey(_) => "EncryptionKeyRotate",
             Self::Format(_) => "FormatVolume",

@@ -30,7 +30,7 @@ use super::{
     held::{Answer, Outcome, Running, Volume},
     inline,
     progress::Progress,
-    publish, reclaim, rotate_key,
+    publish, reclaim, remount, rotate_key,
     spec::{Call, Request},
     stage, unpublish, unstage,
 };
@@ -149,6 +149,7 @@ async fn run(cx: Context<'_>, call: &Call) -> Result<Outcome, Cause> {
         Call::Unpublish(path) => unpublish::unpublish(cx, path).await,
         Call::Expand(spec) => expand::expand(cx, spec).await,
         Call::Reclaim(spec) => reclaim::reclaim(cx, spec).await,
+        Call::Remount(spec) => remount::remount(cx, spec).await,
         Call::RotateKey(path) => rotate_key::rotate_key(cx, path).await,
         Call::Format(spec) => format::format(cx, spec).await,
     }

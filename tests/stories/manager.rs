@@ -2,6 +2,7 @@
 
 use std::{
     fs::{self, File},
+    io,
     os::unix::{
         fs::{MetadataExt as _, symlink},
         net::UnixDatagram,
@@ -106,8 +107,8 @@ fn image(sandbox: &Sandbox, name: &str) -> PathBuf {
     sandbox.pool("main").join(format!("{name}.img"))
 }
 
-/// The options of the mount at a path; empty if there is none.
-fn options_at(path: &Path) -> String {
+/// The options of the mount at a path, and of its superblock; empty if there is none.
+fn all_options_at(path: &Path) -> (String, String) {
     let mounts = run(&["cat", "/proc/self/mountinfo"]);
     let path = path.display().to_string();
     let fields = mounts
@@ -116,8 +117,13 @@ fn options_at(path: &Path) -> String {
     let mut found = fields.filter(|fields| fields[4] == path);
     found
         .next()
-        .map(|fields| fields[5].to_owned())
+        .map(|fields| (fields[5].to_owned(), fields[fields.len() - 1].to_owned()))
         .unwrap_or_default()
+}
+
+/// The options of the mount at a path; empty if there is none.
+fn options_at(path: &Path) -> String {
+    all_options_at(path).0
 }
 
 #[test]
@@ -128,15 +134,8 @@ fn a_file_asks_for_a_volume() {
         let path = machine.path("data");
         let content = Content::new("managed");
         let file = sandbox.dir().join("data.toml");
-        fs::write(
-            &file,
-            machine.file(
-                "data",
-                "mount",
-                "fs = 'ext4'\nowner = '999:998'\nmode = '0750'",
-            ),
-        )
-        .unwrap();
+        let access = "fs = 'ext4'\nowner = '999:998'\nmode = '0750'";
+        fs::write(&file, machine.file("data", "mount", access)).unwrap();
         let file = file.to_str().unwrap();
         let plan = |args: &[&str]| {
             let planned = machine.operator.json(&[&["plan"], args].concat());
@@ -160,7 +159,7 @@ fn a_file_asks_for_a_volume() {
         assert_eq!(access, (999, 998, 0o750));
         content.write(&path.join("file"));
 
-        // Other options: not while it is in use.
+        // Another setup: not while it is in use.
         let open = File::open(path.join("file")).unwrap();
         machine.write(
             "data",
@@ -197,6 +196,71 @@ fn a_file_asks_for_a_volume() {
         machine.operator.json(&["remove", "renamed"]);
         machine.wait("renamed", "gone");
         assert!(loops_over(&image).is_empty());
+        machine.node.assert_clean().await;
+    });
+}
+
+#[test]
+fn options_change_while_the_volume_is_in_use() {
+    story(async |sandbox| {
+        let machine = Machine::start(sandbox).await;
+        let image = image(sandbox, "data");
+        let path = machine.path("data");
+        let ask = |options: &str| {
+            let options = format!("fs = 'ext4'\noptions = [{options}]");
+            machine.write("data", &machine.file("data", "mount", &options));
+        };
+        let has = |option: &str| {
+            let (mount, superblock) = all_options_at(&path);
+            let mut all = mount.split(',').chain(superblock.split(','));
+            all.any(|it| it == option)
+        };
+        ask("");
+        machine.wait("data", "mounted");
+        let content = Content::new("in use");
+        content.write(&path.join("file"));
+        let open = File::open(path.join("file")).unwrap();
+        let loops = loops_over(&image);
+
+        ask("'noexec', 'sync', 'commit=30'");
+        machine.wait("data", "mounted");
+        assert!(has("noexec") && has("sync") && has("commit=30"));
+        ask("'commit=20'");
+        machine.wait("data", "mounted");
+        assert!(has("commit=20") && !has("noexec") && !has("sync"));
+        // The kernel refuses this one, and a new mount waits for the user.
+        ask("'commit=20', 'data=journal'");
+        machine
+            .wait_for("data", "failed", "keeps its options while it is mounted")
+            .await;
+        machine.wait_for("data", "failed", "needed since").await;
+        ask("'commit=20'");
+        machine.wait("data", "mounted");
+
+        // Read-only, once nobody writes.
+        let written = File::options()
+            .append(true)
+            .open(path.join("file"))
+            .unwrap();
+        ask("'commit=20', 'ro'");
+        machine.wait_for("data", "failed", "open for writing").await;
+        drop(written);
+        machine.wait("data", "mounted");
+        let refused = fs::write(path.join("new"), "").unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ReadOnlyFilesystem);
+        assert_eq!(loops_over(&image), loops);
+        machine.node.kill9().await;
+        machine.node.restart().await;
+        machine.wait("data", "mounted");
+        // Writable only by another stage.
+        ask("'commit=20'");
+        machine.wait_for("data", "failed", "in use").await;
+        drop(open);
+        machine.wait("data", "mounted");
+        fs::write(path.join("new"), "").unwrap();
+        content.assert_in(&path.join("file"));
+        machine.remove("data");
+        machine.wait("data", "gone");
         machine.node.assert_clean().await;
     });
 }

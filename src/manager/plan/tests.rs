@@ -6,7 +6,9 @@ use proptest::{collection, prelude::*, sample};
 
 use super::{
     super::{
-        desired::{BadDesired, DesiredAccess},
+        applied::Refused,
+        desired::{BadDesired, Desired},
+        difference::options,
         dry_run::dry_run,
     },
     *,
@@ -34,10 +36,20 @@ fn desired(handle: &str, path: &str, options: &str, size: Option<i64>) -> Desire
     }
 }
 
+/// What its superblock is to have.
+fn superblock(of: &Desired) -> BTreeSet<String> {
+    let options = options(of);
+    let words = options.fs_options().map(ToString::to_string);
+    let ro = is_read_only(of).then(|| "ro".to_owned());
+    words.chain(ro).collect()
+}
+
 /// A volume as the model's kernel has it.
 #[derive(Clone, Debug)]
 struct Staged {
     setup: Desired,
+    /// The words of its superblock's options, and `ro`.
+    superblock: BTreeSet<String>,
     complete: bool,
     /// What its target has of the mount options.
     mounted_as: Option<Desired>,
@@ -200,6 +212,15 @@ impl World {
         match kind.or(done.err()) {
             None => self.attempts.remove(handle),
             Some(kind) => {
+                if let (Action::Reconfigure { options, read_only }, Kind::Invalid) = (&action, kind)
+                {
+                    let applied = self.applied.get_mut(handle).expect("recorded before");
+                    applied.refused = Some(Refused {
+                        options: options.clone(),
+                        read_only: *read_only,
+                        why: String::new(),
+                    });
+                }
                 let failure = Failure::new(action, kind, String::new(), None, self.now);
                 (self.attempts).insert(handle.to_owned(), Unfinished::Failed(failure))
             }
@@ -231,6 +252,7 @@ impl World {
                 }
                 let staged = self.managed.entry(handle.to_owned()).or_insert(Staged {
                     setup: applied.desired.clone(),
+                    superblock: superblock(&applied.desired),
                     complete: false,
                     mounted_as: None,
                     targets: BTreeMap::new(),
@@ -271,6 +293,9 @@ impl World {
                     applied.desired = now;
                 }
             }
+            Action::Reconfigure { options, read_only } => {
+                self.reconfigure(handle, options, *read_only, midway)?;
+            }
             Action::Grow(size) => {
                 let staged = self.managed.get_mut(handle).ok_or(Kind::NotFound)?;
                 staged.size = staged.size.max(size.bytes());
@@ -290,6 +315,46 @@ impl World {
                 Some(staged) if midway => staged.complete = false,
                 _ => drop(self.managed.remove(handle)),
             },
+        }
+        Ok(())
+    }
+
+    /// What the call does that changes a mounted file system.
+    fn reconfigure(
+        &mut self,
+        handle: &str,
+        options: &[String],
+        read_only: bool,
+        midway: bool,
+    ) -> Result<(), Kind> {
+        let before = self.applied.get(handle).expect("recorded before").clone();
+        let mut now = before.desired.clone();
+        now.access.set_options(options);
+        now.read_only = read_only;
+        let set = change_in_place(&before, &now).expect("it was planned");
+        let applied = self.applied.get_mut(handle).expect("recorded before");
+        applied.in_doubt.extend(superblock(&now));
+        applied.has_options = false;
+        let staged = self.managed.get_mut(handle).ok_or(Kind::Precondition)?;
+        for option in set {
+            // Keys have one value.
+            let key = |word: &str| word.split('=').next() == Some(&*option.key);
+            staged.superblock.retain(|word| !key(word));
+            let undone = match &*option.key {
+                "async" => Some("sync"),
+                key => key.strip_prefix("no"),
+            };
+            let _ = match undone {
+                Some(undone) => staged.superblock.remove(undone),
+                None => staged.superblock.insert(option.to_string()),
+            };
+        }
+        if is_read_only(&now) {
+            staged.superblock.insert("ro".to_owned());
+        }
+        staged.setup = now;
+        if !midway {
+            applied.reconfigured(options, read_only);
         }
         Ok(())
     }
@@ -374,6 +439,7 @@ impl World {
         for (handle, staged) in &self.managed {
             let wanted = &table.volumes[handle].desired;
             assert!(staged.complete && is_same_setup(&staged.setup, wanted));
+            assert_eq!(staged.superblock, superblock(wanted));
             let mounted_as = staged.mounted_as.as_ref().expect("published");
             assert!(is_same_mount(mounted_as, wanted), "{mounted_as:?}");
             assert_eq!(staged.targets.keys().collect::<Vec<_>>(), [&wanted.path]);
@@ -396,11 +462,22 @@ fn fault() -> impl Strategy<Value = Fault> {
 fn event() -> impl Strategy<Value = Event> {
     let (file, handle) = (sample::select(&FILES[..]), sample::select(&HANDLES[..]));
     let path = sample::select(&PATHS[..]);
-    let options = sample::select(vec!["noatime", "sync", "noexec", "sync,noexec"]);
+    let options = sample::select(vec![
+        "noatime",
+        "sync",
+        "noexec",
+        "sync,noexec",
+        "lazytime,commit=5",
+        "commit=9",
+        "ro",
+    ]);
     let size = prop::option::of(0..3i64);
-    let fields = (handle.clone(), path.clone(), options, size);
-    let any_desired =
-        fields.prop_map(|(handle, path, options, size)| desired(handle, path, options, size));
+    let read_only = prop::bool::weighted(0.1);
+    let fields = (handle.clone(), path.clone(), options, size, read_only);
+    let any_desired = fields.prop_map(|(handle, path, options, size, read_only)| Desired {
+        read_only,
+        ..desired(handle, path, options, size)
+    });
     prop_oneof![
         4 => (file.clone(), any_desired).prop_map(|(file, desired)| Event::Write(file, desired)),
         1 => file.clone().prop_map(Event::Spoil),
@@ -436,6 +513,13 @@ fn mounted() -> World {
     world.happen(Event::Write("a", desired("v1", "/m/1", "noatime", Some(2))));
     world.settle();
     world
+}
+
+/// The file of the volume `v1` with another image.
+fn of_other_source(path: &str) -> Desired {
+    let mut other = desired("v1", path, "noatime", None);
+    other.source.clear();
+    other
 }
 
 /// The only action of the plan.
@@ -497,12 +581,23 @@ fn a_dry_run_says_what_changed() {
     assert_eq!(changed.reason, "a.toml changed: options, path, size");
     let actions: Vec<_> = changed.actions.iter().map(ToString::to_string).collect();
     let expected = [
+        "change the file system to sync",
+        "unmount from /m/1",
+        "take over a.toml",
+        "publish",
+        "grow to 4",
+    ];
+    assert_eq!(actions, expected);
+    world.happen(Event::Write("a", of_other_source("/m/1")));
+    let changed = run(&world);
+    assert_eq!(changed.reason, "a.toml changed: source, size");
+    let actions: Vec<_> = changed.actions.iter().map(ToString::to_string).collect();
+    let expected = [
         "unmount from /m/1",
         "unmount and detach",
         "take over a.toml",
         "attach and mount",
         "publish",
-        "grow to 4",
     ];
     assert_eq!(actions, expected);
     world.happen(Event::Publish("v1", "/m/4"));
@@ -536,6 +631,52 @@ fn options_of_the_mount_change_in_place() {
         desired("v1", "/m/1", "exec,noexec", Some(2)),
     ));
     assert!(matches!(only(&world), Action::Record(_)));
+}
+
+#[test]
+fn options_of_the_file_system_change_in_place_unless_it_refuses() {
+    let mut world = mounted();
+    world.happen(Event::Use("/m/1", true));
+    let write = |world: &mut World, options: &str| {
+        world.happen(Event::Write("a", desired("v1", "/m/1", options, Some(2))));
+    };
+    write(&mut world, "sync,commit=5");
+    let run = dry_run(&world.table(), &world.actual())
+        .remove("v1")
+        .unwrap();
+    let actions: Vec<_> = run.actions.iter().map(ToString::to_string).collect();
+    let expected = [
+        "change the file system to sync,commit=5",
+        "remount with sync,commit=5",
+    ];
+    assert_eq!(actions, expected);
+    // The agent ends before the answer, and the file is as it was.
+    world.begin();
+    world.happen(Event::Restart(Fault::Midway));
+    write(&mut world, "noatime");
+    // Nothing says what commit was: that ends with the mount, which is in use.
+    assert_eq!(only(&world), Action::Unpublish("/m/1".into()));
+    write(&mut world, "commit=5");
+    assert!(matches!(only(&world), Action::Reconfigure { .. }));
+    world.begin();
+    world.end("v1", Fault::None);
+    assert_eq!(
+        world.managed["v1"].superblock,
+        ["commit=5".to_owned()].into()
+    );
+
+    write(&mut world, "commit=5,data=journal");
+    world.begin();
+    world.end("v1", Fault::Before(Kind::Invalid));
+    assert_eq!(only(&world), Action::Unpublish("/m/1".into()));
+    // Another change may do.
+    write(&mut world, "commit=5,ro");
+    assert!(matches!(only(&world), Action::Reconfigure { .. }));
+    world.begin();
+    world.end("v1", Fault::None);
+    // What is read only may be attached elsewhere.
+    write(&mut world, "commit=5");
+    assert_eq!(only(&world), Action::Unpublish("/m/1".into()));
 }
 
 #[test]
@@ -574,11 +715,16 @@ fn a_renamed_file_changes_nothing_but_the_record() {
 fn a_volume_that_others_use_as_well_stays_published() {
     let mut world = mounted();
     world.happen(Event::Publish("v1", "/m/4"));
+    for now in [of_other_source("/m/1"), desired("v1", "/m/1", "ro", None)] {
+        world.happen(Event::Write("a", now));
+        let plan = world.plan();
+        assert!(plan.actions.is_empty());
+        let used = Blocked::Used("/m/4".into());
+        assert_eq!(plan.waiting["v1"], Next::Blocked(used));
+    }
+    // They may have other options of the file system.
     world.happen(Event::Write("a", desired("v1", "/m/1", "sync", None)));
-    let plan = world.plan();
-    assert!(plan.actions.is_empty());
-    let used = Blocked::Used("/m/4".into());
-    assert_eq!(plan.waiting["v1"], Next::Blocked(used));
+    assert!(matches!(only(&world), Action::Reconfigure { .. }));
     // Its path may change all the same.
     world.happen(Event::Write("a", desired("v1", "/m/2", "noatime", None)));
     assert_eq!(only(&world), Action::Unpublish("/m/1".into()));
