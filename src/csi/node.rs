@@ -172,6 +172,7 @@ impl NodeService {
                 mode: parsed.mode,
                 group: parsed.group,
                 remount: false,
+                lock: false,
             })
         };
         self.submit(&request.volume_id, call, timeout).await?;

@@ -16,7 +16,8 @@ pub struct Applied {
     /// The size that it was grown to.
     #[serde(default)]
     pub grown_to: Option<Size>,
-    /// Whether the mount at its path has the options; else it may have others.
+    /// Whether the mount at its path has the options, and a raw volume its lock; else it may
+    /// have others, or none.
     #[serde(default)]
     pub has_options: bool,
     /// Options that a change of the mounted file system may have set, if it did not end.
@@ -53,6 +54,11 @@ impl Applied {
         self.has_options = false;
         self.in_doubt.clear();
         self.refused = None;
+    }
+
+    /// The lock of a raw volume may have gone.
+    pub fn lose_lock(&mut self) {
+        self.has_options &= self.desired.access != DesiredAccess::Raw;
     }
 
     /// Its file's name, handle and path.

@@ -78,6 +78,7 @@ pub fn publish(node: &Node, handle: &str, desired: &Desired) -> Result<Publish, 
         mode: parsed.mode,
         group: None,
         remount: true,
+        lock: true,
     })
 }
 

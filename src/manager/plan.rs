@@ -208,12 +208,11 @@ fn change(wanted: &WantedFile, applied: &Applied, presence: &Presence) -> Next {
         return Next::Act(Action::Unpublish(before.clone()));
     }
     let has_options = applied.has_options && is_same_mount(&applied.desired, &wanted.desired);
-    if before == path
-        && targets.contains(path)
-        && !has_options
-        && let DesiredAccess::Mount { options, .. } = &wanted.desired.access
-    {
-        return Next::Act(Action::Remount(options.clone()));
+    if before == path && targets.contains(path) && !has_options {
+        return Next::Act(match &wanted.desired.access {
+            DesiredAccess::Mount { options, .. } => Action::Remount(options.clone()),
+            DesiredAccess::Raw => Action::Publish,
+        });
     }
     if applied.name != wanted.name || applied.desired != wanted.desired {
         return record(wanted, Some(applied));

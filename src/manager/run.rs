@@ -127,7 +127,9 @@ impl Manager {
         let records = self.records.clone();
         let loaded = self.lanes.run("", "recover", move || records.load()).await;
         match loaded {
-            Ok(applied) => {
+            Ok(mut applied) => {
+                // While no agent ran.
+                applied.values_mut().for_each(Applied::lose_lock);
                 let mut state = self.state();
                 state.applied = applied;
                 state.is_loaded = true;
@@ -371,7 +373,13 @@ impl Manager {
                 self.reconfigure(handle, options, *read_only).await
             }
             Action::Grow(size) => self.grow(handle, *size).await,
-            Action::Unpublish(path) => self.unpublish(handle, path.clone()).await,
+            Action::Unpublish(path) => {
+                // A raw volume's lock goes before its mount, which stays if it is in use.
+                if let Some(applied) = self.state().applied.get_mut(handle) {
+                    applied.lose_lock();
+                }
+                self.unpublish(handle, path.clone()).await
+            }
             Action::Unstage => {
                 let path = self.applied(handle)?.desired.path;
                 self.leave(handle, path).await?;

@@ -28,7 +28,7 @@ use super::{
 use crate::{
     Done,
     capability::AccessMode,
-    device::{self, Device},
+    device::{self, Device, descriptor_lock::Unlock},
     kernel::{Dev, sysfs},
     mount::{
         Mounted, PathKind,
@@ -272,14 +272,23 @@ impl Publishing<'_> {
         Ok(self.cx.step("set-ro", set)?)
     }
 
-    /// Takes the descriptor lock over a published device node, if configured.
+    /// Takes the descriptor lock over a published device node, if configured or asked for.
     fn lock(self) -> Result<(), Cause> {
-        if !self.cx.node.config.block_lock || self.record.usage != Use::Block {
+        let locks = self.spec.lock || self.cx.node.config.block_lock;
+        if !locks || self.record.usage != Use::Block {
             return Ok(());
         }
         let dev = self.record.attached_device()?.dev;
         let lock = || device::descriptor_lock::lock(dev, &self.spec.target_path);
         already("lock", self.cx.step("lock", lock)?);
+        if self.spec.lock {
+            // Left over a target that was unmounted without a call; kubelet releases its own.
+            let unmounted = vec![PathBuf::from("/")];
+            let unlock = || device::descriptor_lock::unlock(dev, &Unlock::Over(unmounted));
+            for lock in self.cx.step("unlock", unlock)? {
+                tracing::info!(volume_id = self.cx.volume.id, lock = %lock.device.node.display(), "released an orphaned descriptor lock");
+            }
+        }
         Ok(())
     }
 }

@@ -181,6 +181,9 @@ pub struct Publish {
     pub group: Option<FsGroup>,
     /// Whether a target that is mounted gets the attributes of the options.
     pub remount: bool,
+    /// Whether a raw volume's descriptor lock is taken also where the agent is not configured
+    /// to.
+    pub lock: bool,
 }
 
 /// `NodePublishVolume` of an inline ephemeral volume: staged at a place of our
@@ -463,6 +466,7 @@ mod tests {
                 mode: AccessMode::SingleNodeWriter,
                 group: None,
                 remount: false,
+                lock: false,
             })
         };
         let mounted = || Use::Mount {

@@ -13,7 +13,8 @@ use std::{
 
 use serde_json::Value;
 use testkit::{
-    Content, Controller, MIB, Node, NodeSetup, Rng, Sandbox, eventually, loops_over, run, story,
+    Content, Controller, MIB, Node, NodeSetup, Rng, Sandbox, all_loops, eventually, loops_over, run,
+    story,
 };
 
 use super::operator::Operator;
@@ -337,12 +338,38 @@ fn a_raw_volume_is_a_device_at_a_path() {
         let path = machine.path("disk");
         let content = Content::new("raw");
         content.write_at(&path, MIB).unwrap();
+        // The lock is held, also after it was lost while no agent ran.
+        let device = loops_over(&image).remove(0);
+        let locks = || {
+            let over = |on: &Path| on == path || on == device;
+            let locks = all_loops().into_iter().filter(|(_, on)| over(on));
+            locks.map(|(lock, _)| lock).collect::<Vec<_>>()
+        };
+        let locked_again = async || {
+            eventually("locked", async || (locks().len() == 1).then_some(())).await;
+        };
+        assert_eq!(locks().len(), 1);
+        machine.node.kill9().await;
+        run(&["losetup", "--detach", locks()[0].to_str().unwrap()]);
+        machine.node.restart().await;
+        locked_again().await;
+        // The lock of a path that others have unmounted goes.
+        machine.node.kill9().await;
+        let orphan = locks().remove(0);
+        run(&["umount", "--lazy", path.to_str().unwrap()]);
+        machine.node.restart().await;
+        machine.wait("disk", "mounted");
+        locked_again().await;
+        eventually("released", async || {
+            let is_orphan =
+                |(lock, on): &(PathBuf, PathBuf)| *lock == orphan && on == Path::new("/");
+            (!all_loops().iter().any(is_orphan)).then_some(())
+        })
+        .await;
         // It grows while it is in use.
         let open = File::open(&path).unwrap();
-        machine.write(
-            "disk",
-            &format!("size = '96Mi'\n{}", machine.file("disk", "raw", "")),
-        );
+        let text = format!("size = '96Mi'\n{}", machine.file("disk", "raw", ""));
+        machine.write("disk", &text);
         machine.wait("disk", "mounted");
         let size = run(&["blockdev", "--getsize64", path.to_str().unwrap()]);
         assert_eq!(size.trim(), (96 * MIB).to_string());
@@ -350,8 +377,14 @@ fn a_raw_volume_is_a_device_at_a_path() {
         machine.remove("disk");
         machine.wait_for("disk", "failed", "in use").await;
         assert_eq!(loops_over(&image).len(), 1);
+        machine.write("disk", &text);
+        machine.wait("disk", "mounted");
+        locked_again().await;
+        machine.remove("disk");
+        machine.wait_for("disk", "failed", "in use").await;
         drop(open);
         machine.wait("disk", "gone");
+        assert!(locks().is_empty());
         content.assert_at(&image, MIB);
         assert!(loops_over(&image).is_empty());
         machine.node.assert_clean().await;

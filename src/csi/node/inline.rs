@@ -67,6 +67,7 @@ impl NodeService {
                 mode: parsed.mode,
                 group: parsed.group,
                 remount: false,
+                lock: false,
             },
             stage: Stage {
                 name: String::new(),
