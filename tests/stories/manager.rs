@@ -13,11 +13,11 @@ use std::{
 
 use serde_json::Value;
 use testkit::{
-    Content, Controller, MIB, Node, NodeSetup, Rng, Sandbox, all_loops, eventually, loops_over, run,
-    story,
+    Content, Controller, MIB, NbdServer, NfsServer, Node, NodeSetup, Rng, Sandbox, Volume,
+    all_loops, can_use_nfs, eventually, kernel_has_nbd, loops_over, run, story,
 };
 
-use super::operator::Operator;
+use super::{nbd::own, operator::Operator};
 
 /// A node whose agent follows a directory, and an operator.
 struct Machine {
@@ -59,6 +59,18 @@ impl Machine {
         format!(
             "[source]\nbackend = 'loop'\npool = 'main'\nimage = '{name}.img'\n\
              [{access}]\npath = '{path}'\n{more}\n"
+        )
+    }
+
+    /// The text of a file for this volume.
+    fn file_of(&self, name: &str, volume: &Volume, more: &str) -> String {
+        let pairs = volume.context.iter();
+        let source = pairs.map(|(key, value)| format!("{key} = '{value}'\n"));
+        let source = source.collect::<Vec<_>>().concat();
+        let (handle, path) = (&volume.handle, self.path(name));
+        format!(
+            "handle = '{handle}'\n[source]\n{source}[mount]\npath = '{}'\n{more}\n",
+            path.display()
         )
     }
 
@@ -646,6 +658,48 @@ fn what_is_at_a_wrong_path_is_kept_and_keeps_no_volume() {
             assert!(loops_over(&image).is_empty());
         }
         assert!(full.join("theirs").exists() && link.is_symlink());
+        machine.node.assert_clean().await;
+    });
+}
+
+/// An export and directories; the server of the directories dies and returns.
+#[test]
+fn a_dead_server_delays_no_other_volume() {
+    if !kernel_has_nbd() || !can_use_nfs() {
+        return;
+    }
+    story(async |sandbox| {
+        let mut nfs = NfsServer::start(sandbox, "server").await;
+        let nbd = NbdServer::start(sandbox).await;
+        let machine = Machine::start_with(sandbox, NodeSetup::new(sandbox)).await;
+        let directory = nfs.volume("directory", "directory");
+        let late = nfs.volume("late", "late");
+        let export = nbd.over(Volume::filesystem(&own(sandbox, "export"), "ext4"));
+        NbdServer::image(sandbox, &export.handle, 64 * MIB);
+        machine.write("directory", &machine.file_of("directory", &directory, ""));
+        machine.wait("directory", "mounted");
+        let content = Content::new("directory");
+        content.write(&machine.path("directory").join("file"));
+
+        nfs.kill9();
+        machine.write("late", &machine.file_of("late", &late, ""));
+        for options in ["", "options = ['noexec', 'sync']"] {
+            machine.write("export", &machine.file_of("export", &export, options));
+            machine.wait("export", "mounted");
+        }
+        let options = all_options_at(&machine.path("export"));
+        assert!(options.0.contains("noexec") && options.1.contains("sync"));
+        machine.remove("export");
+        machine.wait("export", "gone");
+        assert_eq!(options_at(&machine.path("late")), "");
+
+        nfs.restart().await;
+        machine.wait("late", "mounted");
+        content.assert_in(&machine.path("directory").join("file"));
+        for name in ["directory", "late"] {
+            machine.remove(name);
+            machine.wait(name, "gone");
+        }
         machine.node.assert_clean().await;
     });
 }
