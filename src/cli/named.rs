@@ -7,6 +7,7 @@ use super::{args::AccessArgs, context::Context, error::CliError};
 use crate::{
     manager::desired::{Desired, DesiredAccess, named::NamedFile},
     proto::csi::{CapacityRange, CreateVolumeRequest, Volume},
+    size::Size,
 };
 
 impl Context {
@@ -21,7 +22,7 @@ impl Context {
             (Some(_), Some(found)) if found.volume_id == name => found,
             // Also of a volume that exists: the controller refuses other parameters.
             (Some(parameters), found) => {
-                let wanted = file.desired.size.map_or(0, |size| size.bytes());
+                let wanted = file.desired.size.map_or(0, Size::bytes);
                 let required_bytes = found.map_or(wanted, |it| it.capacity_bytes.min(wanted));
                 let request = CreateVolumeRequest {
                     name: name.clone(),

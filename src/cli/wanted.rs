@@ -150,19 +150,16 @@ impl Plan {
         let mut files = HashMap::new();
         let mut volumes = Vec::new();
         for path in &self.files {
-            let (name, text) = match read(path)? {
-                NewFile::Complete { name, text } => (name, text),
-                NewFile::Named { name, file } => {
-                    let to_create = PlanRow::to_create(&name, &file);
-                    let Some(desired) = context.complete_if_found(file).await? else {
-                        volumes.push(to_create);
-                        continue;
-                    };
-                    let text = written(path, &desired)?;
-                    (name, text)
-                }
-            };
-            let _: Option<String> = files.insert(name, text);
+            let mut file = read(path)?;
+            if let Some(named) = file.named {
+                let to_create = PlanRow::to_create(&file.name, &named);
+                let Some(desired) = context.complete_if_found(named).await? else {
+                    volumes.push(to_create);
+                    continue;
+                };
+                file.text = written(path, &desired)?;
+            }
+            let _: Option<String> = files.insert(file.name, file.text);
         }
         let planned = context.plan(files).await?;
         let row = |volume: PlannedVolume| PlanRow {
@@ -379,14 +376,12 @@ impl Apply {
         let new: Vec<_> = new.collect::<Result<_, CliError>>()?;
         let directory = self.at.open(context).await?;
         let mut files = Vec::new();
-        for (path, file) in new {
-            files.push(match file {
-                NewFile::Complete { name, text } => (name, text),
-                NewFile::Named { name, file } => {
-                    let desired = context.complete(file).await?;
-                    (name, written(path, &desired)?)
-                }
-            });
+        for (path, mut file) in new {
+            if let Some(named) = file.named {
+                let desired = context.complete(named).await?;
+                file.text = written(path, &desired)?;
+            }
+            files.push((file.name, file.text));
         }
         for (name, text) in &files {
             let written = directory.write(name, text);
@@ -401,11 +396,11 @@ impl Apply {
 }
 
 /// A file to be written.
-enum NewFile {
-    /// As the agent takes it.
-    Complete { name: String, text: String },
-    /// The controller knows its handle and source.
-    Named { name: String, file: NamedFile },
+struct NewFile {
+    name: String,
+    text: String,
+    /// What it asks for, if the controller knows its handle and source.
+    named: Option<NamedFile>,
 }
 
 /// Reads and checks a file.
@@ -414,10 +409,11 @@ fn read(path: &Path) -> Result<NewFile, CliError> {
     let name = name_of(path).ok_or_else(|| bad("its name is not NAME.toml".to_owned()))?;
     let text = fs::read_to_string(path).map_err(failed("read", path))?;
     let parsed = named::parse(&name, &text).map_err(|error: BadDesired| bad(error.to_string()))?;
-    Ok(match parsed {
-        VolumeFile::Complete(_) => NewFile::Complete { name, text },
-        VolumeFile::Named(file) => NewFile::Named { name, file },
-    })
+    let named = match parsed {
+        VolumeFile::Complete(_) => None,
+        VolumeFile::Named(file) => Some(file),
+    };
+    Ok(NewFile { name, text, named })
 }
 
 /// The text of a file.
