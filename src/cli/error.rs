@@ -103,6 +103,9 @@ pub enum CliError {
     /// The controller knows no such snapshot.
     #[error("no snapshot has the name or id {0:?}; `uringctl snapshot list` shows all snapshots")]
     NoSuchSnapshot(String),
+    /// The controller knows no such group snapshot.
+    #[error("no group snapshot has the id {0:?}; `uringctl snapshot group list` shows all")]
+    NoSuchGroup(String),
     /// The volume is not on the node.
     #[error("this node does not hold {0:?}; `uringctl volumes` shows what it holds")]
     NotHeld(String),
@@ -248,7 +251,10 @@ impl CliError {
             | Self::Claim(_)
             | Self::Unfit(_)
             | Self::Io { .. } => 1,
-            Self::NoSuchVolume(_) | Self::NoSuchSnapshot(_) | Self::NotHeld(_) => 3,
+            Self::NoSuchVolume(_)
+            | Self::NoSuchSnapshot(_)
+            | Self::NoSuchGroup(_)
+            | Self::NotHeld(_) => 3,
             Self::Ambiguous { .. }
             | Self::Unconfirmed { .. }
             | Self::Unanswered(_)

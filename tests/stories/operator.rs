@@ -376,9 +376,11 @@ fn group_snapshots_are_listed_and_deleted() {
         assert_eq!(group["creation_time"], created);
         let (_, text, _) = operator.run(&["snapshot", "group", "list"]);
         assert!(text.contains(&taken.group_snapshot_id), "{text}");
-        for _ in 0..2 {
-            operator.json(&["snapshot", "group", "delete", &taken.group_snapshot_id]);
-        }
+        let delete = ["snapshot", "group", "delete", &taken.group_snapshot_id];
+        operator.json(&delete);
+        let (code, _, error) = operator.run(&delete);
+        assert_eq!(code, 3, "{error}");
+        assert!(error.contains("no group snapshot has the id"), "{error}");
         let groups = operator.json(&["snapshot", "group", "list"]);
         assert_eq!(groups["groups"], serde_json::json!([]));
         let alone = operator.json(&["snapshot", "list"]);

@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 
 use clap::{Args, Subcommand};
 use serde::Serialize;
+use tonic::Code;
 
 use super::{
     super::{answer::table, context::Context, error::CliError, volumes::Deleted},
     SnapshotsAnswer, utc,
 };
-use crate::proto::csi::DeleteVolumeGroupSnapshotRequest;
+use crate::proto::csi::{DeleteVolumeGroupSnapshotRequest, GetVolumeGroupSnapshotRequest};
 
 /// Lists and deletes group snapshots: those of several volumes at one moment
 #[derive(Args, Debug)]
@@ -87,10 +88,11 @@ impl List {
 }
 
 impl Delete {
-    /// A group that nothing has is deleted already: one whose delete was interrupted may
-    /// have no snapshot any more by which it would be listed.
+    /// One that the controller does not know is deleted, too: of an interrupted snapshot or
+    /// delete something may be left.
     async fn run(self, context: &Context) -> Deleted {
         Deleted::each(self.groups, async |group_snapshot_id| {
+            let is_known = context.is_group(group_snapshot_id).await?;
             let request = DeleteVolumeGroupSnapshotRequest {
                 group_snapshot_id: group_snapshot_id.to_owned(),
                 snapshot_ids: Vec::new(),
@@ -102,9 +104,35 @@ impl Delete {
                     client.delete_volume_group_snapshot(request).await
                 })
                 .await?;
-            Ok(group_snapshot_id.to_owned())
+            if is_known {
+                Ok(group_snapshot_id.to_owned())
+            } else {
+                Err(CliError::NoSuchGroup(group_snapshot_id.to_owned()))
+            }
         })
         .await
+    }
+}
+
+impl Context {
+    /// Whether the controller has such a group snapshot, be it one whose delete was
+    /// interrupted.
+    async fn is_group(&self, group_snapshot_id: &str) -> Result<bool, CliError> {
+        let request = GetVolumeGroupSnapshotRequest {
+            group_snapshot_id: group_snapshot_id.to_owned(),
+            snapshot_ids: Vec::new(),
+            secrets: self.secrets.to_wire(),
+        };
+        let doing = format!("look for the group snapshot {group_snapshot_id}");
+        let found = self
+            .group_controller(doing, request, async |mut client, request| {
+                client.get_volume_group_snapshot(request).await
+            })
+            .await;
+        match found {
+            Err(CliError::Refused { status, .. }) => Ok(status.code() != Code::NotFound),
+            found => found.map(|_| true),
+        }
     }
 }
 
