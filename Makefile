@@ -14,7 +14,7 @@ export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(UNPACKED)
 PYTHON := $(BIN_DIR)/../python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint monitoring traces book audit bench counts sizes deb check-deb images sbom clean
+.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint monitoring traces pictures book audit bench counts sizes deb check-deb images sbom clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -116,6 +116,11 @@ traces: setup ## Check the export of traces, of agents with the feature otel
 	cargo build --profile $(PROFILE) --features otel $(AGENTS)
 	$(PYTHON)/bin/pip install -q opentelemetry-proto==1.45.2
 	$(PYTHON)/bin/python scripts/check_traces.py
+
+pictures: build ## Draw the dashboard for docs/, from a run of the agents
+	@scripts/setup.sh lint
+	$(PYTHON)/bin/pip install -q matplotlib==3.11.2
+	$(PYTHON)/bin/python scripts/draw_dashboard.py
 
 check_monitoring = { [ -e $(PYTHON)/installed ] && command -v promtool && command -v prometheus && \
 	  { command -v kubectl || command -v kustomize; }; } >/dev/null || { \

@@ -14,6 +14,7 @@ agents have.
 promtool and prometheus come from the PATH.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -66,11 +67,16 @@ def panels():
     return [panel for panel in listed if panel["type"] != "row"]
 
 
+def replaced(expr, interval):
+    """A query of the dashboard, with its variables replaced."""
+    return expr.replace("$__rate_interval", interval).replace("$instance", ".*")
+
+
 def queries():
-    """(where, query) of the dashboard, with its variables replaced."""
+    """(where, query) of the dashboard."""
     for panel in panels():
         for target in panel["targets"]:
-            query = target["expr"].replace("$__rate_interval", "1m").replace("$instance", ".*")
+            query = replaced(target["expr"], "1m")
             yield f"panel {panel['title']!r}", query
 
 
@@ -146,7 +152,8 @@ def free_ports(count):
     return ports
 
 
-# The programs in a directory of their own, and the life of a volume, repeated so that rates
+PROGRAMS = ("uring-csi-node", "uring-csi-holder", "uring-csi-controller")
+# They run in a directory of their own, and the life of a volume, repeated so that rates
 # see it, with one call that fails; the last line of its input ends it.
 AGENTS = """
 source scripts/agents.sh
@@ -170,9 +177,10 @@ def get(url):
         return answer.read().decode()
 
 
-def ask(server, query):
-    """The samples of an instant query; an error of the query is a problem."""
-    url = f"{server}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+def ask(server, query, **window):
+    """What a query finds now, or in a window; an error of the query is a problem."""
+    parameters = urllib.parse.urlencode({"query": query, **window})
+    url = f"{server}/api/v1/query{'_range' if window else ''}?{parameters}"
     try:
         return json.loads(get(url))["data"]["result"]
     except urllib.error.HTTPError as error:
@@ -220,7 +228,15 @@ def prometheus(made, targets):
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(RULES)],
-        "scrape_configs": [{"job_name": "uring-csi", "static_configs": [{"targets": targets}]}],
+        "scrape_configs": [
+            {
+                "job_name": "uring-csi",
+                "static_configs": [
+                    {"targets": [target], "labels": {"instance": program}}
+                    for program, target in zip(PROGRAMS, targets)
+                ],
+            }
+        ],
     }
     (made / "prometheus.yml").write_text(yaml.safe_dump(config))
     (port,) = free_ports(1)
@@ -238,7 +254,9 @@ def check_scrapes(targets):
             problem(target, "promtool check metrics has failed, as it says above")
 
 
-def check_live():
+@contextlib.contextmanager
+def running():
+    """The programs at work, and a Prometheus: its address, and what it scrapes."""
     ports = free_ports(3)
     targets = [f"127.0.0.1:{port}" for port in ports]
     # A flag comes before the variable.
@@ -261,8 +279,7 @@ def check_live():
                     if server.poll() is not None or time.monotonic() > until:
                         raise
                     time.sleep(0.1)
-            check_queries(address)
-            check_scrapes(targets)
+            yield address, targets
             server.terminate()
             server.wait()
     finally:
@@ -271,6 +288,12 @@ def check_live():
         agents.communicate("\n")
     if agents.returncode:
         problem("the agents", f"their script ended with {agents.returncode}")
+
+
+def check_live():
+    with running() as (address, targets):
+        check_queries(address)
+        check_scrapes(targets)
 
 
 def main():
