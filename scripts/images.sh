@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # images.sh [ARCH...]: builds the images of deploy/ for these architectures (dpkg's names;
-# by default this machine's), prints their sizes, and runs a volume's life in this
-# machine's ones (scripts/images_story.sh). No registry is needed: the base images are made
+# by default this machine's), prints their sizes, lists what they are made of, and runs a
+# volume's life in this machine's ones (scripts/images_story.sh). No registry is needed: the base images are made
 # here, by mmdebstrap and of this machine's Rust toolchain, under the names that the
 # Containerfiles use, and only where they are missing.
 #
@@ -54,6 +54,18 @@ build() {
     --tag "$(name_of "$image" "$arch")" .
 }
 
+# The Debian packages of an image as CycloneDX; those of the programs' crates are one list
+# for all images.
+list_packages() {
+  local arch=$1 image=$2 root name
+  name=$(name_of "$image" "$arch")
+  root=$(podman image mount "$name")
+  SYFT_CHECK_FOR_APP_UPDATE=false "$syft" scan --quiet "dir:$root" \
+    --source-name "uring-csi-$image" --source-version "$version" \
+    --output "cyclonedx-json=$sbom/uring-csi-$image-$arch.cdx.json"
+  podman image unmount "$name" >/dev/null
+}
+
 # The build runs on this machine for every architecture.
 use_debian "$native"
 podman image exists "$rust" || make_rust
@@ -70,6 +82,24 @@ for arch; do
         awk '{ print $1 / 1048576 }'
     )"
   done
+done
+
+sbom=$dir/sbom syft=$(realpath -m "${CARGO_TARGET_DIR:-target}")/syft/bin/syft
+mkdir -p "$sbom"
+if [[ -x $syft ]]; then
+  for arch; do
+    for image in node controller holder nbd-server; do list_packages "$arch" "$image"; done
+  done
+else
+  echo "the packages of the images were not listed: Syft is missing"
+fi
+if command -v cargo-cyclonedx >/dev/null; then
+  scripts/sbom.sh "$sbom/uring-csi.cdx.json"
+else
+  echo "the crates of the programs were not listed: cargo-cyclonedx is missing"
+fi
+for list in "$sbom"/*.cdx.json; do
+  [[ ! -e $list ]] || echo "$list: $(grep -o '"purl":' "$list" | wc -l) components"
 done
 
 for arch; do

