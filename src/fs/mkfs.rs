@@ -124,6 +124,19 @@ pub fn parse_options(fs: FsType, text: &str) -> Result<Vec<String>, MkfsOptionEr
     Ok(args)
 }
 
+/// What mkfs says, without the usage that it adds to an error in its options.
+pub fn message(output: &str) -> &str {
+    let is_usage = |line: &&str| line.to_ascii_lowercase().starts_with("usage:");
+    let usage = output
+        .split_inclusive('\n')
+        .take_while(|line| !is_usage(line));
+    let before: usize = usage.map(str::len).sum();
+    match output[..before].trim() {
+        "" => output.trim(),
+        message => message,
+    }
+}
+
 /// Splits at blanks outside quotes, as a shell does: `'…'` is literal, within
 /// `"…"` and outside quotes a backslash makes the next character literal.
 fn split_options(text: &str) -> Result<Vec<String>, MkfsOptionError> {

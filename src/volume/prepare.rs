@@ -315,7 +315,7 @@ impl Preparing<'_> {
                     "{} has {has} bytes, too few for {fs}, which needs {}: {}",
                     self.record.source,
                     fs.least_bytes(),
-                    exit.output.trim(),
+                    mkfs::message(&exit.output),
                 )));
             }
             return Err(Cause::Mkfs {
@@ -323,7 +323,7 @@ impl Preparing<'_> {
                 program,
                 status: exit.describe(),
                 may_pass: exit.code.is_none() || exit.output.contains("Input/output error"),
-                output: exit.output.trim().to_owned(),
+                output: mkfs::message(&exit.output).to_owned(),
             });
         }
         Ok(())

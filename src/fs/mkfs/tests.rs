@@ -332,3 +332,33 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_message_has_no_usage() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("image");
+    std::fs::File::create(&file)
+        .and_then(|file| file.set_len(512 << 20))
+        .unwrap();
+    for (fs, bad, word) in [
+        (FsType::Xfs, ["-b", "size=3"], "3"),
+        (FsType::Ext4, ["-b", "3"], "block size"),
+        (FsType::Btrfs, ["-n", "3"], "3"),
+    ] {
+        let command = command(fs, &file, &bad.map(str::to_owned), true);
+        let done = Command::new(command.program)
+            .args(&command.args)
+            .output()
+            .unwrap();
+        assert!(!done.status.success(), "{fs}");
+        let output = String::from_utf8_lossy(&done.stderr);
+        let said = message(&output);
+        assert!(
+            said.contains(word) && !said.contains("sage:"),
+            "{fs}: {said}"
+        );
+        assert!(said.lines().count() < 5, "{fs}: {said}");
+    }
+    assert_eq!(message("Usage: mkfs\n"), "Usage: mkfs");
+    assert_eq!(message(" killed\n"), "killed");
+}
