@@ -13,8 +13,9 @@ use uuid::Uuid;
 
 use super::{
     super::{
-        GroupSnapshotInfo, NewGroupSnapshot, ProvisionError, SnapshotInfo, params::bad,
-        serialized::group_snapshot_named,
+        GroupSnapshotInfo, NewGroupSnapshot, ProvisionError, SnapshotInfo,
+        params::bad,
+        serialized::{group_snapshot_named, snapshot_named},
     },
     RbdStore,
     attempt::Attempt,
@@ -41,7 +42,7 @@ use crate::{
 mod cut;
 
 /// The end of the name of the group in Ceph that exists while the snapshots are taken.
-const TEMPORARY: &str = "-vg";
+pub const TEMPORARY: &str = "-vg";
 
 fn temporary(group: &str) -> String {
     format!("{group}{TEMPORARY}")
@@ -212,7 +213,7 @@ impl RbdStore {
     ) -> Result<(), ProvisionError> {
         let _delete = self.purger.deletes.begin();
         let Some((place, uuid, entry)) = self.group(handle, secrets)? else {
-            return Ok(());
+            return self.delete_members_left(handle, snapshots, secrets);
         };
         check_members(handle, &entry, snapshots)?;
         let _name = self.names.lock_on_lane(&group_snapshot_named(&entry.name));
@@ -225,6 +226,26 @@ impl RbdStore {
         let marked = self.groups.mark_group_deleted(&place.pool, uuid);
         marked.map_err(RbdError::from)?;
         place.abandon(&entry.name, reserved, Some(&entry)).map(drop)
+    }
+
+    /// Removes the snapshots of a group whose entry was lost.
+    fn delete_members_left(
+        &self,
+        group: &str,
+        snapshots: &[String],
+        secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
+        for handle in snapshots {
+            for found in self.all_of_snapshot(handle, secrets)? {
+                let name = found.name().map(snapshot_named);
+                let _name = name.map(|name| self.names.lock_on_lane(&name));
+                let entry = found.recorded.as_ref().map(|recorded| &recorded.entry);
+                if entry.is_some_and(|entry| entry.group == group) {
+                    self.delete_found_snapshot(&found, secrets)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn get_group_snapshot(
@@ -256,7 +277,7 @@ impl RbdStore {
     }
 
     /// The group snapshot of a handle.
-    fn group<'a>(
+    pub(super) fn group<'a>(
         &'a self,
         handle: &str,
         secrets: &'a Secrets,
@@ -273,6 +294,7 @@ impl RbdStore {
         let place = self.group_place(link, pool, secrets);
         let entry = self.groups.read_group(&place.pool, handle.uuid());
         let entry = entry.map_err(RbdError::from)?;
+        let entry = entry.filter(|entry| !entry.is_of_volumes());
         Ok(entry.map(|entry| (place, handle.uuid(), entry)))
     }
 }

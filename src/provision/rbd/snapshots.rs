@@ -241,8 +241,10 @@ impl RbdStore {
         for found in self.all_of_snapshot(handle, secrets)? {
             let name = found.name().map(snapshot_named);
             let _name = name.map(|name| self.names.lock_on_lane(&name));
+            // Without its group's entry nothing else would delete it.
             if let Some(Recorded { entry, .. }) = &found.recorded
                 && !entry.group.is_empty()
+                && self.group(&entry.group, secrets)?.is_some()
             {
                 let (handle, group) = (found.handle.clone(), entry.group.clone());
                 return Err(ProvisionError::InGroup { handle, group });

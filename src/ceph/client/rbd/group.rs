@@ -25,6 +25,20 @@ pub fn remove(io: &IoCtx, group: &str) -> Result<(), CephError> {
     call.changed(unsafe { remove(io.raw(), name.as_ptr()) })
 }
 
+/// The names of the pool's groups. librbd keeps them as keys of an object (`cls_rbd`).
+pub fn list(io: &IoCtx) -> Result<Vec<String>, CephError> {
+    const PREFIX: &str = "name_";
+    match io.omap_list("rbd_group_directory", PREFIX) {
+        Ok(keys) => Ok(keys
+            .keys()
+            .filter_map(|key| key.strip_prefix(PREFIX))
+            .map(str::to_owned)
+            .collect()),
+        Err(error) if error.is_not_found() => Ok(Vec::new()),
+        Err(error) => Err(error),
+    }
+}
+
 /// Adds an image, which must be in no other group ([`CephError::is_exists`]).
 pub fn add_image(io: &IoCtx, group: &str, image_io: &IoCtx, image: &str) -> Result<(), CephError> {
     let objects = || format!("image {image_io}/{image} to group {io}/{group}");

@@ -42,6 +42,14 @@ pub struct GroupEntry {
 }
 
 impl GroupEntry {
+    /// Whether it is not of a group snapshot, but of ceph-csi's for a group of volumes, whose
+    /// members have no snapshots.
+    pub fn is_of_volumes(&self) -> bool {
+        let has_snapshots =
+            !self.members.is_empty() && !self.members.values().any(String::is_empty);
+        self.state == CreateState::None && !has_snapshots
+    }
+
     /// Whether it was complete, and its delete is not.
     pub fn is_being_deleted(&self) -> bool {
         self.state == CreateState::Abandoned && self.created.is_some()

@@ -2,21 +2,34 @@
 //! names. Their entries differ from those of images, and no image shows whether one of
 //! ceph-csi is complete, so of ceph-csi's only a name without any entry counts.
 
+use uuid::Uuid;
+
 use super::{
     super::{
         super::{Orphan, OrphanKind as Kind, ProvisionError},
         error::RbdError,
+        groups::TEMPORARY,
     },
     NamedGroup, Survey,
     look::{Candidate, Subject},
 };
 use crate::{
     ceph::{
-        client::rados::IoCtx,
+        client::{rados::IoCtx, rbd::group},
         csi_format::journal::{CreateState, JournalKind},
     },
     secret::Secrets,
 };
+
+/// The group of Ceph in that pool with that uuid.
+fn group_with(pool: &IoCtx, uuid: Uuid) -> Result<Option<String>, RbdError> {
+    let uuid = uuid.to_string();
+    let has_it = |name: &String| {
+        let name = name.strip_suffix(TEMPORARY).unwrap_or(name);
+        name.ends_with(&uuid)
+    };
+    Ok(group::list(pool)?.into_iter().find(has_it))
+}
 
 impl Survey<'_> {
     pub(super) fn look_at_group(&self, it: &NamedGroup) -> Result<Option<Candidate>, RbdError> {
@@ -42,7 +55,14 @@ impl Survey<'_> {
                 return Ok(None);
             }
             let why = format!("it leads to object {object}, which does not exist");
-            return Ok(Some(candidate(Kind::Name, groups.key(&it.name), why)));
+            let mut name = candidate(Kind::Name, groups.key(&it.name), why);
+            if let Some(group) = group_with(&it.pool, uuid)? {
+                name.orphan.kept = format!(
+                    "group {group} of Ceph has its uuid, so the entry may have been lost: remove \
+                     that group first (rbd group remove), or restore the entry"
+                );
+            }
+            return Ok(Some(name));
         };
         if !(entry.name.is_empty() || entry.name == it.name) {
             let why = format!(

@@ -10,6 +10,8 @@ use std::{
     time::SystemTime,
 };
 
+use uuid::Uuid;
+
 use super::{
     crashes::{Party, ends_at},
     *,
@@ -150,6 +152,70 @@ async fn a_group_snapshot_is_made_looked_up_and_deleted_as_a_whole() {
         home.delete(&volume.handle).await.unwrap();
     }
     assert_eq!(home.images(), [""; 0]);
+}
+
+#[tokio::test]
+async fn the_snapshots_of_a_group_whose_entry_is_lost_are_deleted() {
+    let Some(home) = Home::new() else { return };
+    let volumes = [home.lockable("one").await, home.lockable("two").await];
+    let taken = home
+        .group("both", &[&volumes[0], &volumes[1]])
+        .await
+        .unwrap();
+    let alone = home
+        .rbd
+        .create_snapshot(home.snapshot("alone", &volumes[0].handle));
+    let alone = alone.await.unwrap();
+    let uuid = &taken.handle[taken.handle.len() - 36..];
+    let object = format!("csi.volume.group.{uuid}");
+    home.cluster.rados(&home.pool, &["rm", &object]);
+    let handles = taken.snapshots.iter().map(|one| one.handle.clone());
+    let mut members: Vec<_> = handles.collect();
+    let one = home.rbd.delete_snapshot(members[0].clone(), home.secrets());
+    one.await.unwrap();
+    members.push(alone.handle.clone());
+    for _ in 0..2 {
+        let deleted = home.delete_group(&taken.handle, members.clone()).await;
+        deleted.unwrap();
+    }
+    let mut left: Vec<_> = volumes
+        .iter()
+        .map(|one| one.context["imageName"].clone())
+        .collect();
+    left.push(image_of(&alone));
+    left.sort();
+    assert_eq!(home.images(), left, "a snapshot of no group stays");
+}
+
+#[tokio::test]
+async fn a_group_of_volumes_of_ceph_csi_is_no_group_snapshot() {
+    let Some(home) = Home::new() else { return };
+    let volume = home.make(home.volume("member", MIB)).await.handle;
+    let uuid = Uuid::new_v4();
+    let handle = format!("{}{uuid}", &volume[..volume.len() - 36]);
+    let object = format!("csi.volume.group.{uuid}");
+    let group = format!("csi-vol-group-{uuid}");
+    let name = ("csi.volume.group.volumes", &*uuid.to_string());
+    home.io().omap_set("csi.groups.default", &[name]).unwrap();
+    let keys = [
+        ("csi.volname", "volumes"),
+        ("csi.groupname", &group),
+        ("csi.creationtime", "2025-02-03T04:05:06.5Z"),
+    ];
+    home.io().omap_set(&object, &keys).unwrap();
+    for member in [None, Some(&volume)] {
+        if let Some(member) = member {
+            home.io().omap_set(&object, &[(member, "")]).unwrap();
+        }
+        let before = home.rados_keys(&object);
+        home.delete_group(&handle, Vec::new()).await.unwrap();
+        let got = home
+            .rbd
+            .get_group_snapshot(handle.clone(), Vec::new(), home.secrets());
+        assert_eq!(got.await.unwrap_err().kind(), ErrorKind::NotFound);
+        assert_eq!(home.rados_keys(&object), before);
+        assert_eq!(home.rados_keys("csi.groups.default").len(), 1);
+    }
 }
 
 #[tokio::test]

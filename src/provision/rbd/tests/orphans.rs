@@ -285,6 +285,14 @@ async fn a_group_snapshot_that_nobody_completes_is_an_orphan() {
     let set = |object: &str, keys: &[(&str, &str)]| home.io().omap_set(object, keys).unwrap();
     let name = || set("csi.groups.default", &[(key, &uuid.to_string())]);
     name();
+    for left in [group.clone(), format!("{group}-vg")] {
+        let path = format!("{}/{left}", home.pool);
+        home.cluster.rbd(&["group", "create", &path]);
+        let orphan = home.orphan().await;
+        assert!(orphan.kept.contains(&left), "{orphan:?}");
+        home.refused(key, "rbd group remove").await;
+        home.cluster.rbd(&["group", "remove", &path]);
+    }
     home.removes(OrphanKind::Name).await;
 
     name();
