@@ -34,6 +34,7 @@ OVERLAYS = [
     ("ceph", ["snapshots"]),
     ("ceph", ["rbd-nbd", "snapshots", "pod-monitor", "network-policy"]),
     ("ceph", ["node-labels"]),
+    ("ceph", ["node-labels-api"]),
     ("examples/overlay", []),
     ("examples/nbd-overlay", []),
     ("examples/nfs-overlay", []),
@@ -76,14 +77,18 @@ def inline_made(docs):
     )
 
 
+def containers_of(spec):
+    return spec.get("initContainers", []) + spec["containers"]
+
+
 def check_roles(overlay, docs, prefix):
     """A sidecar's role is there where the sidecar is."""
     sidecars = {
         container["name"].removeprefix("csi-")
         for doc in docs
         if doc["kind"] in ("DaemonSet", "Deployment")
-        for container in doc["spec"]["template"]["spec"]["containers"]
-        if container["name"] in SIDECARS
+        for container in containers_of(doc["spec"]["template"]["spec"])
+        if container["name"] in (*SIDECARS, "node-labels")
     }
     roles = {
         doc["metadata"]["name"].removeprefix(f"{prefix}-")

@@ -150,7 +150,7 @@ struct NodeOptions {
     #[arg(long, env = "URING_CSI_CRUSH_LOCATION", value_name = "TYPE:NAME|…")]
     crush_location: Option<String>,
     /// A file with the labels of this Kubernetes node, a KEY="VALUE" in each line, as the
-    /// downward API writes them. It is read at the start.
+    /// downward API writes them, or the Node object in JSON. It is read at the start.
     #[arg(long, env = "URING_CSI_NODE_LABELS", value_name = "FILE")]
     node_labels: Option<PathBuf>,
     /// A label of the node that is a level of its location in the CRUSH map, unless the

@@ -85,6 +85,50 @@ seLinuxOptions:
 {{- join "," (concat .Values.node.domainLabels .Values.node.crushLocationLabels) }}
 {{- end }}
 
+{{- /* Leaves the Node object, as the API answers it, for the agent. The token goes through a
+pipe, not into the arguments. */ -}}
+{{- define "uring-csi.readLabels" -}}
+- name: node-labels
+  image: {{ .Values.node.labelsFromApi.image }}
+  {{- with .Values.images.pullPolicy }}
+  imagePullPolicy: {{ . }}
+  {{- end }}
+  command:
+    - sh
+    - -ec
+    - |
+      case $KUBERNETES_SERVICE_HOST in
+        *:*) host="[$KUBERNETES_SERVICE_HOST]" ;;
+        *) host=$KUBERNETES_SERVICE_HOST ;;
+      esac
+      cd /var/run/secrets/kubernetes.io/serviceaccount
+      printf 'Authorization: Bearer %s' "$(cat token)" |
+        curl --fail --silent --show-error --connect-timeout 10 --max-time 30 \
+          --cacert ca.crt --header @- --output /etc/node-labels/labels \
+          "https://$host:$KUBERNETES_SERVICE_PORT/api/v1/nodes/$NODE_NAME"
+  env:
+    - name: NODE_NAME
+      valueFrom:
+        fieldRef:
+          fieldPath: spec.nodeName
+  securityContext:
+    runAsUser: 0
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities:
+      drop: [ALL]
+    seccompProfile:
+      type: RuntimeDefault
+  resources:
+    {{- toYaml .Values.sidecars.smallResources | nindent 4 }}
+  volumeMounts:
+    - name: node-labels
+      mountPath: /etc/node-labels
+    - name: node-labels-api
+      mountPath: /var/run/secrets/kubernetes.io/serviceaccount
+      readOnly: true
+{{- end }}
+
 {{- define "uring-csi.modulesVolume" -}}
 - name: modules
   hostPath:

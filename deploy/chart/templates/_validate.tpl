@@ -23,6 +23,9 @@
 {{- if and .Values.inline.enabled (not $local) }}
 {{- fail "inline.enabled: inline volumes need local pools" }}
 {{- end }}
+{{- if and .Values.node.labelsFromApi.enabled (or $local (not (include "uring-csi.nodeLabels" .))) }}
+{{- fail "node.labelsFromApi.enabled: needs node.domainLabels or node.crushLocationLabels, and no local pools" }}
+{{- end }}
 {{- if and .Values.ceph.rbdNbd.enabled (not .Values.ceph.enabled) }}
 {{- fail "ceph.rbdNbd.enabled without ceph.enabled" }}
 {{- end }}

@@ -2,12 +2,31 @@
 
 use std::{collections::BTreeMap, path::Path};
 
+use serde::Deserialize;
+
 use crate::csi::identity::Segment;
 
+/// The Node object, as far as it is read.
+#[derive(Deserialize)]
+struct KubernetesNode {
+    metadata: NodeMetadata,
+}
+
+#[derive(Deserialize)]
+struct NodeMetadata {
+    #[serde(default)]
+    labels: BTreeMap<String, String>,
+}
+
 /// Reads `KEY="VALUE"` lines, as the downward API writes labels; a value may lack the quotes.
+/// Or the Node object in JSON, as the API of Kubernetes answers it.
 pub fn read(path: &Path) -> Result<BTreeMap<String, String>, String> {
     let of_file = |why: &dyn std::fmt::Display| format!("--node-labels {}: {why}", path.display());
     let text = std::fs::read_to_string(path).map_err(|error| of_file(&error))?;
+    if text.starts_with('{') {
+        let node: Result<KubernetesNode, _> = serde_json::from_str(&text);
+        return Ok(node.map_err(|error| of_file(&error))?.metadata.labels);
+    }
     let lines = text.lines().filter(|line| !line.is_empty());
     let label = |line: &str| {
         let (key, value) = line.split_once('=')?;
@@ -66,6 +85,12 @@ mod tests {
             let refused = segments(&labels, &names(&[name])).unwrap_err();
             assert!(refused.contains(name) && refused.contains(why), "{refused}");
         }
+        let node = r#"{"kind": "Node", "metadata": {"name": "n", "labels": {"rack": "r_1.x"}}}"#;
+        assert_eq!(read_text(node).unwrap()["rack"], "r_1.x");
+        let bare = read_text(r#"{"metadata": {"name": "n"}}"#).unwrap();
+        assert!(bare.is_empty());
+        let status = read_text(r#"{"kind": "Status", "code": 403}"#).unwrap_err();
+        assert!(status.contains("metadata"), "{status}");
         let refused = read_text("zone: a\n").unwrap_err();
         assert!(refused.contains("zone: a"), "{refused}");
         let missing = read(Path::new("/nonexistent/labels")).unwrap_err();
