@@ -318,12 +318,19 @@ impl SafePath {
     /// Replaces the file, readable by root only, atomically and durably. Blocks as long as
     /// the disk does.
     pub fn replace(&self, bytes: &[u8]) -> Result<(), PathError> {
-        let mut draft = OsString::from(".");
-        draft.push(&self.name);
+        let draft = self.draft();
+        let written = self.write_and_rename(&draft, bytes);
+        if written.is_err() {
+            let _ = unlinkat(&self.parent, &draft, AtFlags::empty());
+        }
+        written
+    }
+
+    fn write_and_rename(&self, draft: &OsStr, bytes: &[u8]) -> Result<(), PathError> {
         let flags = OFlags::CREATE | OFlags::TRUNC | OFlags::WRONLY | OFlags::NOFOLLOW;
         let opened = openat(
             &self.parent,
-            &draft,
+            draft,
             flags | OFlags::CLOEXEC,
             Mode::from_raw_mode(0o600),
         );
@@ -331,17 +338,27 @@ impl SafePath {
         file.write_all(bytes)
             .and_then(|()| file.sync_all())
             .map_err(|error| self.io("write", error))?;
-        renameat(&self.parent, &draft, &self.parent, &self.name)
+        crash_point();
+        renameat(&self.parent, draft, &self.parent, &self.name)
             .map_err(|error| self.failed("write", error))
     }
 
-    /// Removes a file, whatever its content.
+    /// Where [`SafePath::replace`] writes the new content.
+    fn draft(&self) -> OsString {
+        let mut draft = OsString::from(".");
+        draft.push(&self.name);
+        draft
+    }
+
+    /// Removes a file, whatever its content, and what a killed [`SafePath::replace`] left.
     pub fn unlink(&self) -> Result<Done, PathError> {
-        match unlinkat(&self.parent, &self.name, AtFlags::empty()) {
+        let remove = |name: &OsStr| match unlinkat(&self.parent, name, AtFlags::empty()) {
             Ok(()) => Ok(Done::Now),
             Err(Errno::NOENT) => Ok(Done::Already),
             Err(error) => Err(self.failed("remove", error)),
-        }
+        };
+        let _ = remove(&self.draft())?;
+        remove(&self.name)
     }
 
     /// The parent directory.

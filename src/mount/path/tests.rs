@@ -208,7 +208,11 @@ fn a_small_file_is_replaced_read_and_removed() {
     }
     let names = fs::read_dir(file.path().parent().expect("a parent")).expect("listed");
     assert_eq!(names.count(), 1);
+    // A killed replacement left its draft.
+    let draft = scratch.place(".file.json");
+    draft.replace(b"part").expect("written");
     assert_eq!(file.unlink().expect("removed"), Done::Now);
+    assert_eq!(draft.read().expect("reads"), None);
     assert_eq!(file.unlink().expect("removed"), Done::Already);
 }
 
