@@ -199,15 +199,20 @@ impl NodeService {
         validate::required("volume_id", &request.volume_id)?;
         validate::path("volume_path", &request.volume_path)?;
         validate::optional_path("staging_target_path", &request.staging_target_path)?;
-        if let Some(capability) = &request.volume_capability {
-            validate::capability("volume_capability", Some(capability))?;
-        }
+        let is_block = match &request.volume_capability {
+            None => None,
+            capability => {
+                let asked = validate::capability("volume_capability", capability.as_ref())?;
+                Some(asked.access == AccessType::Block)
+            }
+        };
         let range = request.capacity_range.unwrap_or_default();
         let expand = Expand {
             volume_path: clean(&request.volume_path),
             staging_path: clean(&request.staging_target_path),
             required: bytes("capacity_range.required_bytes", range.required_bytes)?,
             limit: bytes("capacity_range.limit_bytes", range.limit_bytes)?,
+            is_block,
         };
         match self
             .submit(&request.volume_id, Call::Expand(expand), timeout)

@@ -29,6 +29,10 @@ use crate::{
 /// system, which cannot use a smaller remainder of its device.
 const MIN_GAIN: u64 = 64 << 10;
 
+/// The least size in bytes to which the kernel resizes a btrfs (`btrfs_ioctl_resize` in
+/// fs/btrfs/ioctl.c); mkfs makes smaller ones.
+const BTRFS_LEAST: u64 = 256 << 20;
+
 /// The size before and after growing; the two are equal if there was nothing to gain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
@@ -56,6 +60,9 @@ pub enum GrowError {
     /// The driver cannot choose which of several devices should grow.
     #[error("btrfs spans {devices} devices; grow it by hand with btrfs filesystem resize")]
     SeveralDevices { devices: usize },
+    /// The kernel resizes no btrfs to so little.
+    #[error("btrfs does not grow to less than {least} bytes; grow the volume to at least that")]
+    TooSmall { least: u64 },
     /// Another operation on the whole file system is in progress.
     #[error("{fs} is busy with another resize or balance; retry after it")]
     Busy { fs: FsType },
@@ -73,9 +80,10 @@ impl GrowError {
     /// is mounted anew.
     pub fn kind(&self) -> Kind {
         match self {
-            Self::NeedsCapability { .. } | Self::HasErrors | Self::SeveralDevices { .. } => {
-                Kind::Precondition
-            }
+            Self::NeedsCapability { .. }
+            | Self::HasErrors
+            | Self::SeveralDevices { .. }
+            | Self::TooSmall { .. } => Kind::Precondition,
             Self::Busy { .. } | Self::Io { .. } => Kind::Transient,
         }
     }
@@ -195,6 +203,10 @@ fn btrfs(root: &OwnedFd, device_bytes: u64) -> Result<Grown, GrowError> {
             before,
             after: before,
         });
+    }
+    if wanted < BTRFS_LEAST {
+        let least = BTRFS_LEAST;
+        return Err(GrowError::TooSmall { least });
     }
     growth::btrfs_resize(root, device.id, wanted).map_err(failed("change the size"))?;
     let after = read()?.bytes;

@@ -110,6 +110,7 @@ pub fn expand(staging_path: PathBuf, path: &Path, bytes: i64) -> Expand {
         staging_path,
         required: bytes.unsigned_abs(),
         limit: 0,
+        is_block: None,
     }
 }
 

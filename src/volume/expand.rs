@@ -30,6 +30,13 @@ fn is_staged_at(record: &Record, spec: &Expand) -> bool {
 
 /// Refuses what the record alone shows to be impossible.
 fn refuse(record: &Record, spec: &Expand) -> Result<(), Cause> {
+    let is_block = record.usage == Use::Block;
+    if spec.is_block.is_some_and(|asked| asked != is_block) {
+        return Err(Cause::Invalid {
+            field: "volume_capability",
+            why: format!("the volume is staged as {}", record.usage),
+        });
+    }
     if record.inline.is_some() {
         return Err(Cause::precondition(
             "it is an inline volume, which keeps the size that its pod was made with \

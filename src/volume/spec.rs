@@ -208,6 +208,8 @@ pub struct Expand {
     pub required: u64,
     /// At most so many bytes; 0: no limit.
     pub limit: u64,
+    /// Whether it is a raw block volume, where the caller says.
+    pub is_block: Option<bool>,
 }
 
 /// Other options for the file system of a staged volume, while it is mounted.
@@ -481,6 +483,7 @@ mod tests {
                 staging_path: "/s".into(),
                 required: 1,
                 limit: 0,
+                is_block: None,
             })
         };
         let reclaim = || {

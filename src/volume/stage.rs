@@ -25,7 +25,11 @@ use crate::{
     Done,
     admission::Permit,
     device::{Attachment, Device, DeviceError, Fencing, ready},
-    fs::{FsType, grow, probe::FsInfo},
+    fs::{
+        FsType,
+        grow::{self, GrowError},
+        probe::FsInfo,
+    },
     kernel::{Dev, sysfs},
     mount::{
         PathKind,
@@ -413,7 +417,9 @@ impl Staging<'_> {
         let cx = self.cx;
         let size = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
         match mounted::grow(cx, self.place.path(), fs, size) {
-            Err(Cause::Grow(error @ grow::GrowError::NeedsCapability { .. })) => {
+            Err(Cause::Grow(
+                error @ (GrowError::NeedsCapability { .. } | GrowError::TooSmall { .. }),
+            )) => {
                 // Smaller than its device, but intact.
                 tracing::warn!(volume_id = cx.volume.id, %error, "the file system stays smaller than its device");
                 Ok(())

@@ -7,7 +7,7 @@ use testkit::{
     Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, can_resize_ext4,
     claim, loops_over, provisioned, refused, run, story,
 };
-use tonic::Code::FailedPrecondition;
+use tonic::Code::{FailedPrecondition, InvalidArgument};
 
 /// As the controller does in a shared pool.
 fn enlarge(sandbox: &Sandbox, volume: &Volume, bytes: u64) {
@@ -127,6 +127,55 @@ fn a_file_system_smaller_than_its_device_grows_when_staged() {
             assert!(after > u64::midpoint(small, large), "{kind}: {after}");
             content.assert_in(&target.join("file"));
             node.down(&volume, "pod").await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+/// The kernel resizes no btrfs to less than 256 MiB.
+#[test]
+fn a_btrfs_that_is_too_small_to_grow_is_staged() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume_in("main", "v", "btrfs", 128 * MIB);
+        let target = node.up(&volume, "pod").await;
+        let content = Content::new("small");
+        content.write(&target.join("file"));
+        enlarge(sandbox, &volume, 200 * MIB);
+        refused(
+            node.expand(&volume, &target, 200 * MIB).await,
+            FailedPrecondition,
+            &["268435456"],
+        );
+        node.down(&volume, "pod").await;
+
+        let target = node.up(&volume, "pod").await;
+        content.assert_in(&target.join("file"));
+        enlarge(sandbox, &volume, 256 * MIB);
+        node.expand(&volume, &target, 256 * MIB).await.unwrap();
+        assert!(total(&node, &volume, &target).await > 200 * MIB);
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_growth_names_the_access_type_of_the_volume() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let raw = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        let mounted = sandbox.volume("v", "ext4");
+        for (volume, other) in [(&raw, &mounted), (&mounted, &raw)] {
+            let target = node.up(volume, "pod").await;
+            let mut wrong = volume.clone();
+            wrong.capability = other.capability.clone();
+            refused(
+                node.expand(&wrong, &target, 0).await,
+                InvalidArgument,
+                &["volume_capability"],
+            );
+            node.expand(volume, &target, 0).await.unwrap();
+            node.down(volume, "pod").await;
         }
         node.assert_clean().await;
     });
