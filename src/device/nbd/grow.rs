@@ -89,11 +89,15 @@ impl Links {
         };
         if has == had {
             // A killed agent may have set the size without the read that proves it.
-            return link.prove(has).map(|()| has).map_err(|error| {
-                let error = crate::error_chain(&error);
-                tracing::error!(device = %node.display(), error, "cannot read the end of the device");
-                old()
-            });
+            return match link.prove(has) {
+                Ok(()) => Ok(has),
+                Err(error) if link.is_made_here() => Err(failed(node, "read the end of")(error)),
+                Err(error) => {
+                    let error = crate::error_chain(&error);
+                    tracing::error!(device = %node.display(), error, "cannot read the end of the device");
+                    Err(old())
+                }
+            };
         }
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         let has_outage = || lock(&link.outage).is_some();
@@ -150,6 +154,11 @@ impl Link {
         let why = why.unwrap_or_else(|| "a connection has died".to_owned());
         let why = io::Error::new(io::ErrorKind::NotConnected, why);
         failed(&self.device.block.node, "reach the server of")(why)
+    }
+
+    /// Whether this agent has made all of its connections.
+    fn is_made_here(&self) -> bool {
+        lock(&self.state).count() >= self.connections
     }
 
     /// Sets the device's size; false where a connection has died.

@@ -15,7 +15,7 @@ use testkit::{
     Content, KINDS, MIB, NbdServer, Node, Rng, Volume, eventually, grow_published, nbds_over,
     refused, run,
 };
-use tonic::Code::FailedPrecondition;
+use tonic::Code::{FailedPrecondition, Unavailable};
 
 use super::{blank, nbd_story};
 
@@ -78,6 +78,29 @@ fn growth_after_a_restart_is_verified_or_reverted() {
         })
         .await;
         Content::new("grown").write(&target.join("file"));
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_failed_read_of_the_end_passes() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let fails = sandbox.dir().join("fails");
+        let file = format!("error-file={}", fails.display());
+        let args = ["--filter=error", "error-pread-rate=100%", &file];
+        let server = NbdServer::start_with(sandbox, false, &args).await;
+        let volume = blank(sandbox, &server, "v", "ext4");
+        let target = node.up(&volume, "pod").await;
+        fs::write(&fails, "").unwrap();
+        refused(
+            node.expand(&volume, &target, 0).await,
+            Unavailable,
+            &["read the end of"],
+        );
+        fs::remove_file(&fails).unwrap();
+        node.expand(&volume, &target, 0).await.unwrap();
         node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
