@@ -172,7 +172,8 @@ impl Controller {
             .await?;
         Ok(wire::ValidateVolumeCapabilitiesResponse {
             confirmed: refused.is_none().then_some(Confirmed {
-                volume_context: request.volume_context,
+                // It is not compared with the volume.
+                volume_context: HashMap::new(),
                 volume_capabilities: request.volume_capabilities,
                 parameters: request.parameters,
                 mutable_parameters: HashMap::new(),
