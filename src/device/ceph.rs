@@ -120,18 +120,28 @@ impl CephImages {
         Ok(sysfs::nbd_backend(lower).map_or(Owner::None, Owner::Volume))
     }
 
-    /// The image that ceph-csi's stage file describes, and its device if it is mapped.
+    /// The image that ceph-csi's stage file describes, and its device if it is mapped; devices
+    /// in `known` are other volumes'. ceph-csi writes the file in place, so a loss of power
+    /// leaves a part of it. None: of such a file no image can be mapped.
     pub fn find_by_stage_file(
         &self,
         stage_file: &[u8],
         volume_id: &str,
-    ) -> Result<(Source, Option<Device>), DeviceError> {
-        let read = CephSource::from_stage_file(stage_file, volume_id);
-        let source =
-            read.map_err(|error| io("read the stage file beside the mount")(error.into()))?;
+        known: &[Device],
+    ) -> Result<Option<(Source, Option<Device>)>, DeviceError> {
+        let source = match CephSource::from_stage_file(stage_file, volume_id) {
+            Ok(source) => source,
+            Err(error) if has_unknown_image(known)? => {
+                return Err(io("read the stage file beside the mount")(error.into()));
+            }
+            Err(error) => {
+                tracing::warn!(volume_id, %error, "the stage file is damaged, and no image is mapped");
+                return Ok(None);
+            }
+        };
         if source.mounter.rbd_nbd().is_some() {
             let device = nbd_backed::device(volume_id)?;
-            return Ok((Source::Rbd(source), device));
+            return Ok(Some((Source::Rbd(source), device)));
         }
         let listed = krbd::mapped::list(Some(&source.image.name));
         let mut mapped: Vec<_> = listed.map_err(io("list the mapped images"))?;
@@ -146,7 +156,7 @@ impl CephImages {
             let image = source.image.to_string();
             return Err(CephImageError::Ambiguous { image, nodes }.into());
         }
-        Ok((Source::Rbd(source), devices.pop()))
+        Ok(Some((Source::Rbd(source), devices.pop())))
     }
 
     /// Whether a mapped image belongs to another volume, pool or cluster: it was mapped
@@ -261,6 +271,19 @@ fn found_as(mapped: &Mapped, volume_id: &str) -> Result<FoundDevice, DeviceError
 }
 
 /// The device that shows a mapped image: its decrypted mapping, if one is open.
+/// Whether an image is mapped that no agent of this driver mapped, and that is none of the
+/// known devices.
+fn has_unknown_image(known: &[Device]) -> Result<bool, DeviceError> {
+    let mapped = krbd::mapped::list(None).map_err(io("list the mapped images"))?;
+    for mapped in mapped.iter().filter(|it| it.config.mark.is_none()) {
+        let dev = device_of(mapped)?.dev;
+        if !known.iter().any(|device| device.dev == dev) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 fn device_of(mapped: &Mapped) -> Result<Device, DeviceError> {
     let device = mapped.device().map_err(io("look at a mapped image"))?;
     as_it_is_shown(LowerDevice::from(device))

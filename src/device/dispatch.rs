@@ -139,13 +139,15 @@ impl Backends {
         }
     }
 
-    /// The source and the device that another driver's stage file describes.
+    /// The source and the device that another driver's stage file describes; devices in
+    /// `known` are other volumes'. None: nothing is attached of a file that describes nothing.
     pub fn find_by_stage_file(
         &self,
         stage_file: &[u8],
         volume_id: &str,
-    ) -> Result<(Source, Option<Device>), DeviceError> {
-        self.ceph.find_by_stage_file(stage_file, volume_id)
+        known: &[Device],
+    ) -> Result<Option<(Source, Option<Device>)>, DeviceError> {
+        self.ceph.find_by_stage_file(stage_file, volume_id, known)
     }
 
     /// The device of a source that this node has claimed for the volume, if it is

@@ -15,7 +15,7 @@ use super::{
     record::Record,
     spec::{Stage, mount_point},
 };
-use crate::{device::STAGE_FILE, mount::path::SafePath};
+use crate::{Done, device::STAGE_FILE, mount::path::SafePath};
 
 /// Whether this is a valid file name.
 pub(super) fn is_one_name(id: &str) -> bool {
@@ -86,6 +86,27 @@ pub(super) fn clear(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
         {
             let removed = place.unlink().map_err(at_staging)?;
             already("remove the stage file", removed);
+        }
+        Ok(())
+    })
+}
+
+/// Removes a stage file that describes nothing, with the empty mount point beside it: those of
+/// a volume that is not staged.
+pub(super) fn clear_left(cx: OnLane<'_>, staging_path: &Path) -> Result<(), Cause> {
+    let (places, id) = (&cx.node.places, &cx.volume.id);
+    cx.step("clear", || {
+        let file = absent_is_none(places.staging(&staging_path.join(STAGE_FILE)))?;
+        let Some(file) = file else {
+            return Ok(());
+        };
+        let removed = file.unlink().map_err(at_staging)?;
+        if removed == Done::Now
+            && is_one_name(id)
+            && let Some(place) = absent_is_none(places.staging(&staging_path.join(id)))?
+        {
+            let removed = place.remove().map_err(at_staging)?;
+            already("remove the mount point", removed);
         }
         Ok(())
     })

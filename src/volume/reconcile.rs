@@ -565,7 +565,7 @@ fn source_of(
     };
     match (found, behind, left) {
         // It may be mapped, or only the stage file may be left.
-        (None, None, Some(left)) => backends.find_by_stage_file(left, volume_id).map(Some),
+        (None, None, Some(left)) => backends.find_by_stage_file(left, volume_id, known),
         (found, ..) => Ok(found.map(|found| (found.source, Some(found.device)))),
     }
 }

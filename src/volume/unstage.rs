@@ -60,10 +60,13 @@ async fn on_lane(cx: OnLane<'_>, staging_path: PathBuf) -> Result<Outcome, Cause
     let record = match cx.volume.record() {
         Some(record) => record,
         None if unmount_unknown(cx, &staging_path)? == Done::Now => return Ok(Outcome::Done),
-        None => match reconcile::rebuild(cx, &staging_path)? {
-            Some(record) => record,
-            None => return Ok(Outcome::Done),
-        },
+        None => {
+            let Some(found) = reconcile::rebuild(cx, &staging_path)? else {
+                layout::clear_left(cx, &staging_path)?;
+                return Ok(Outcome::Done);
+            };
+            found
+        }
     };
     cx.progress.backend(record.source.backend());
     refuse_elsewhere(&record, &staging_path)?;

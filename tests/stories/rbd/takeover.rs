@@ -5,9 +5,11 @@ use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command};
 
 use serde_json::Value;
 use testkit::{
-    Ceph, Content, MIB, Node, STAGE_FILE, Volume, ceph_csi_stage_file, ceph_story, program,
-    publish_as_ceph_csi, rbds_of, rbds_over, run, unstage_as_ceph_csi,
+    Ceph, Content, MIB, Node, STAGE_FILE, Volume, ceph_csi_stage_file, ceph_story, eventually,
+    program, publish_as_ceph_csi, rbds_of, rbds_over, refused, run, unmap_by_rbd,
+    unstage_as_ceph_csi,
 };
+use tonic::Code::Unavailable;
 
 use super::{assert_nothing_staged, encrypted, write_or_check};
 
@@ -208,6 +210,31 @@ fn a_stage_that_ceph_csi_began_is_finished() {
                     assert!(rbds_of(sandbox.dir()).is_empty(), "{kind} {maps} {ends}");
                 }
             }
+        }
+        node.assert_clean().await;
+    });
+}
+
+/// ceph-csi writes the file in place.
+#[test]
+fn a_damaged_stage_file_binds_nothing_but_a_mapped_image() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let volume = ceph.volume("ext4");
+        let staging = node.staging(&volume);
+        for maps in [false, true] {
+            fs::create_dir_all(staging.join(&volume.handle)).unwrap();
+            let whole = ceph_csi_stage_file(&volume);
+            fs::write(staging.join(STAGE_FILE), &whole[..whole.len() / 2]).unwrap();
+            if maps {
+                let device = ceph.map_by_rbd(&volume, "noudev");
+                let unstaged = node.unstage(&volume).await;
+                refused(unstaged, Unavailable, &["stage file"]);
+                unmap_by_rbd(&device);
+            }
+            // Other stories may have mapped images.
+            eventually("unstaged", async || node.unstage(&volume).await.ok()).await;
+            assert_nothing_staged(&node, &volume);
         }
         node.assert_clean().await;
     });
