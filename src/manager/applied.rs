@@ -20,9 +20,10 @@ pub struct Applied {
     /// have others, or none.
     #[serde(default)]
     pub has_options: bool,
-    /// Options that a change of the mounted file system may have set, if it did not end.
+    /// Where a change of the mounted file system has begun and did not end: the options that
+    /// it may have set.
     #[serde(default)]
-    pub in_doubt: Vec<String>,
+    pub in_doubt: Option<Vec<String>>,
     /// The last change of the mounted file system that was refused.
     #[serde(default)]
     pub refused: Option<Refused>,
@@ -52,7 +53,7 @@ impl Applied {
         self.desired.access.set_options(options);
         self.desired.read_only = read_only;
         self.has_options = false;
-        self.in_doubt.clear();
+        self.in_doubt = None;
         self.refused = None;
     }
 

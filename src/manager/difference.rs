@@ -21,9 +21,12 @@ pub fn is_same_setup(before: &Desired, now: &Desired) -> bool {
 pub fn change_in_place(applied: &Applied, now: &Desired) -> Option<Vec<FsOption>> {
     let before = &applied.desired;
     let is_mount = |of: &Desired| matches!(of.access, DesiredAccess::Mount { .. });
-    let in_doubt = MountOptions::parse(&applied.in_doubt).unwrap_or_default();
+    let in_doubt =
+        (applied.in_doubt.as_ref()).map(|words| MountOptions::parse(words).unwrap_or_default());
+    let was_read_only =
+        is_read_only(before) || in_doubt.as_ref().is_some_and(MountOptions::read_only);
     // Attached to be read only, it may be attached elsewhere.
-    let becomes_writable = (is_read_only(before) || in_doubt.read_only()) && !is_read_only(now);
+    let becomes_writable = was_read_only && !is_read_only(now);
     let is_refused = (applied.refused.as_ref()).is_some_and(|refused| refused.is_of(now));
     if before.source != now.source
         || !is_mount(now)
@@ -33,7 +36,9 @@ pub fn change_in_place(applied: &Applied, now: &Desired) -> Option<Vec<FsOption>
     {
         return None;
     }
-    options(now).to_set(&options(before), &in_doubt).ok()
+    options(now)
+        .to_set(&options(before), in_doubt.as_ref())
+        .ok()
 }
 
 /// Whether this machine only reads it.

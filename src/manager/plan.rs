@@ -142,7 +142,7 @@ fn next(wanted: Option<&WantedFile>, actual: &Actual) -> Next {
     };
     match wanted {
         Some(wanted)
-            if applied.in_doubt.is_empty() && is_same_setup(&applied.desired, &wanted.desired) =>
+            if applied.in_doubt.is_none() && is_same_setup(&applied.desired, &wanted.desired) =>
         {
             change(wanted, applied, &actual.presence)
         }
@@ -190,7 +190,7 @@ fn record(wanted: &WantedFile, before: Option<&Applied>) -> Next {
         desired,
         grown_to: before.and_then(|before| before.grown_to),
         has_options,
-        in_doubt: Vec::new(),
+        in_doubt: None,
         refused: None,
     })))
 }

@@ -95,7 +95,7 @@ mod tests {
             desired: parse("data", "source = {}\nraw.path = '/x'").unwrap(),
             grown_to: Some("4Ki".parse().unwrap()),
             has_options: true,
-            in_doubt: vec!["sync".to_owned()],
+            in_doubt: Some(vec!["sync".to_owned()]),
             refused: None,
         };
         let open = |boot: &str| AppliedRecords::open(dir.path(), boot.to_owned()).unwrap();

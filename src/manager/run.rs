@@ -465,9 +465,10 @@ impl Manager {
             return Err(Failed { kind, error });
         };
         let mut begun = before.clone();
-        begun.in_doubt.extend_from_slice(options);
+        let in_doubt = begun.in_doubt.get_or_insert_default();
+        in_doubt.extend_from_slice(options);
         if is_read_only(&wanted) {
-            begun.in_doubt.push("ro".to_owned());
+            in_doubt.push("ro".to_owned());
         }
         begun.has_options = false;
         self.record(handle, begun).await?;

@@ -333,7 +333,8 @@ impl World {
         now.read_only = read_only;
         let set = change_in_place(&before, &now).expect("it was planned");
         let applied = self.applied.get_mut(handle).expect("recorded before");
-        applied.in_doubt.extend(superblock(&now));
+        let in_doubt = applied.in_doubt.get_or_insert_default();
+        in_doubt.extend(superblock(&now));
         applied.has_options = false;
         let staged = self.managed.get_mut(handle).ok_or(Kind::Precondition)?;
         for option in set {
@@ -664,6 +665,18 @@ fn options_of_the_file_system_change_in_place_unless_it_refuses() {
         world.managed["v1"].superblock,
         ["commit=5".to_owned()].into()
     );
+    // The same where the change only takes options away.
+    write(&mut world, "commit=5,sync");
+    world.begin();
+    world.end("v1", Fault::None);
+    write(&mut world, "commit=5");
+    world.begin();
+    world.happen(Event::Restart(Fault::Midway));
+    write(&mut world, "commit=5,sync");
+    assert!(matches!(only(&world), Action::Reconfigure { .. }));
+    write(&mut world, "commit=5");
+    world.begin();
+    world.end("v1", Fault::None);
 
     write(&mut world, "commit=5,data=journal");
     world.begin();
