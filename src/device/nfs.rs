@@ -348,7 +348,7 @@ mod tests {
             source: source.into(),
             read_only: false,
             own_read_only: false,
-            shared: false,
+            peer_group: None,
         };
         assert!(source.is_mounted_as(&entry("nfs4", "[fd00::1]:/a/b", "/")));
         assert!(source.is_mounted_as(&entry("nfs", "[fd00::1]:/a/b", "/")));

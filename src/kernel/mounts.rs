@@ -223,9 +223,10 @@ impl StatMount {
         MountAttrFlags::from_bits_retain(u32::try_from(bits).expect("32 bits"))
     }
 
-    /// Whether mounts below it propagate to its peers.
-    pub fn shared(&self) -> bool {
-        self.fixed.mnt_propagation & libc::MS_SHARED != 0
+    /// The group of the mounts that mounts below it propagate to.
+    pub fn peer_group(&self) -> Option<u32> {
+        let group = u32::try_from(self.fixed.mnt_peer_group).ok();
+        group.filter(|group| *group != 0)
     }
 
     /// [`wants::MNT_ROOT`].

@@ -45,8 +45,9 @@ pub struct MountEntry {
     /// Whether the mount itself is read-only. A superblock also becomes read-only by
     /// errors.
     pub own_read_only: bool,
-    /// Whether mounts below it propagate to its peers, possibly in other namespaces.
-    pub shared: bool,
+    /// The group of its peers, possibly in other namespaces, to which mounts below it propagate;
+    /// none if they do not.
+    pub peer_group: Option<u32>,
 }
 
 /// Every mount in the calling thread's mount namespace below its root directory.
@@ -90,7 +91,7 @@ pub fn super_options(at: BorrowedFd<'_>) -> io::Result<String> {
 /// Whether the mount that contains `path` propagates mounts below it.
 fn is_shared(path: &Path) -> io::Result<bool> {
     let here = openat(CWD, path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-    Ok(covering(here.as_fd())?.shared)
+    Ok(covering(here.as_fd())?.peer_group.is_some())
 }
 
 /// Whether pods can see this process's mounts below `path`: its mount namespace is that
@@ -190,7 +191,7 @@ fn stat(unique_id: u64) -> io::Result<Stat> {
         source: stat.source().unwrap_or(OsStr::new("none")).to_owned(),
         read_only: stat.read_only(),
         own_read_only: stat.own_read_only(),
-        shared: stat.shared(),
+        peer_group: stat.peer_group(),
     }))
 }
 

@@ -106,7 +106,7 @@ mod tests {
             source: OsString::from(source),
             read_only: false,
             own_read_only: false,
-            shared: false,
+            peer_group: None,
         }
     }
 

@@ -142,7 +142,7 @@ impl Inventory {
         let records = records.load(boot_id)?;
         let mounts = table::list()?;
         let index = Index::of(&mounts);
-        // Of several volumes that are the same directory, nothing tells whose a mount is.
+        // Of several volumes that are the same directory.
         let is_shared = |record: &Record| {
             let is_same = |other: &&Record| other.source.is_same(&record.source);
             records.iter().filter(is_same).count() > 1
@@ -166,10 +166,12 @@ impl Inventory {
             }
             let targets = match (&record.device, record.root_dev) {
                 (Some(device), _) => targets(index.of_device(device), &record, device),
-                (None, Some(dev)) if !shared.contains(&record.volume_id) => {
-                    remote_targets(index.of_dev(dev), &record, places)
+                (None, Some(dev)) if shared.contains(&record.volume_id) => {
+                    let peers = peers_of_staged(&index, dev, &record);
+                    remote_targets(peers, &record, places)
                 }
-                (None, _) => BTreeMap::new(),
+                (None, Some(dev)) => remote_targets(index.of_dev(dev), &record, places),
+                (None, None) => BTreeMap::new(),
             };
             if let Some(device) = &record.device {
                 backends.recover(&record.source, device, &record.volume_id);
@@ -361,6 +363,20 @@ fn targets<'a>(
             )
         })
         .collect()
+}
+
+/// The mounts of a superblock that are bound to a volume's staged mount. Where kubelet's
+/// directory is shared, each mount made there has a group of peers, which its bind mounts join.
+fn peers_of_staged<'a>(
+    index: &'a Index<'a>,
+    dev: Dev,
+    record: &Record,
+) -> impl Iterator<Item = &'a MountEntry> {
+    let at = record.mount_point();
+    let mut staged = index.of_dev(dev).filter(|entry| entry.mount_point == at);
+    let group = staged.next().and_then(|entry| entry.peer_group);
+    let is_peer = move |entry: &&MountEntry| group.is_some() && entry.peer_group == group;
+    index.of_dev(dev).filter(is_peer)
 }
 
 /// The mounts of a source without a block device other than at its staging path.

@@ -94,7 +94,7 @@ mod tests {
             source: source.into(),
             read_only: false,
             own_read_only: false,
-            shared: false,
+            peer_group: None,
         }
     }
 

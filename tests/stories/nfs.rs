@@ -115,9 +115,13 @@ fn volumes_of_one_share_are_told_apart() {
         refused(status, Code::FailedPrecondition, &["it is staged at"]);
         node.kill9().await;
         node.restart().await;
-        let status = node.unstage(&other).await;
-        refused(status, Code::FailedPrecondition, &["still published"]);
+        for volume in [&other, &one, &again] {
+            let status = node.unstage(volume).await;
+            refused(status, Code::FailedPrecondition, &["still published"]);
+        }
         node.down(&one, "pod").await;
+        let status = node.unstage(&again).await;
+        refused(status, Code::FailedPrecondition, &["still published"]);
         content.assert_in(&at_again.join("file"));
         node.publish(&other, "second").await.expect("published");
         node.unpublish(&other, "second").await.expect("unpublished");

@@ -46,9 +46,11 @@ fn parse_line(line: &[u8]) -> Option<Line> {
     let root = path(fields.next()?);
     let mount_point = path(fields.next()?);
     let own_options = fields.next()?;
-    let mut shared = false;
+    let mut peer_group = None;
     for field in fields.by_ref().take_while(|field| *field != b"-") {
-        shared |= field.starts_with(b"shared:");
+        if let Some(group) = field.strip_prefix(b"shared:") {
+            peer_group = Some(number(group)?);
+        }
     }
     let fs_type = text(fields.next()?);
     let source = match fields.next()? {
@@ -70,7 +72,7 @@ fn parse_line(line: &[u8]) -> Option<Line> {
             source,
             own_read_only: is_read_only(own_options),
             read_only: is_read_only(own_options) || is_read_only(super_options.as_bytes()),
-            shared,
+            peer_group,
         },
         super_options,
     })
@@ -142,7 +144,8 @@ mod tests {
     fn written(line: &Line) -> Vec<u8> {
         let entry = &line.entry;
         let own = if entry.read_only { "ro" } else { "rw" };
-        let shared = if entry.shared { "shared:2 " } else { "" };
+        let group = entry.peer_group.map(|group| format!("shared:{group} "));
+        let shared = group.unwrap_or_default();
         let mut text = format!("{} {} {} ", entry.id, entry.parent, entry.dev).into_bytes();
         text.extend(escaped(entry.root.as_os_str().as_bytes()));
         text.push(b' ');
@@ -159,14 +162,15 @@ mod tests {
 
     prop_compose! {
         fn any_line()(
-            id: u32, parent: u32, major: u32, minor: u32, read_only: bool, shared: bool,
+            id: u32, parent: u32, major: u32, minor: u32, read_only: bool,
+            peer_group: Option<u32>,
             texts in [text(), text(), text()],
         ) -> Line {
             let [root, mount_point, source] = texts.map(OsString::from_vec);
             let entry = MountEntry {
                 id, parent, dev: Dev { major, minor }, root: root.into(),
                 mount_point: mount_point.into(), fs_type: "fuse.a".into(), source, read_only,
-                own_read_only: read_only, shared,
+                own_read_only: read_only, peer_group,
             };
             Line { entry, super_options: "rw,data=ordered".into() }
         }
@@ -178,7 +182,8 @@ mod tests {
         let [line] = &parse(text).expect("parsed")[..] else {
             panic!("not one line");
         };
-        assert!(line.entry.read_only && !line.entry.own_read_only && !line.entry.shared);
+        assert!(line.entry.read_only && !line.entry.own_read_only);
+        assert_eq!(line.entry.peer_group, None);
         assert_eq!(line.super_options, "ro,data=ordered");
     }
 
