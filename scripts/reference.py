@@ -30,7 +30,7 @@ ERRORS = {
     "Volumes by files": ["manager"],
     "Requests, volumes and their devices": ["volume", "device", "nbd", "nfs", "admission", "size"],
     "File systems and mounts": ["fs", "mount"],
-    "Pools, images and the controller": ["pool", "provision/error"],
+    "Pools, images and the controller": ["pool", "provision/error", "provision/nfs"],
     "Ceph": ["ceph", "provision/rbd"],
     "rbd-nbd": ["supervisor"],
     "The start of a program, and its sockets": ["csi", "endpoint", "kernel", "observe", "ring"],

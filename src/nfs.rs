@@ -9,7 +9,7 @@ use std::{fmt, net::IpAddr};
 use serde::{Deserialize, Serialize};
 
 /// The maximum length of a directory's text: fsconfig(2) takes no longer source.
-const LONGEST: usize = 255;
+pub const LONGEST: usize = 255;
 
 /// A directory of a server. Its text is the source of its mount.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

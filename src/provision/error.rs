@@ -142,12 +142,6 @@ pub enum ProvisionError {
         /// What it lacks.
         why: &'static str,
     },
-    /// csi-driver-nfs packed the snapshot.
-    #[error(
-        "snapshot {0:?} is an archive of csi-driver-nfs, which does not say of which volume it is; \
-         volumes can be made of it, and it can be deleted"
-    )]
-    PackedSnapshot(String),
     /// What has a snapshot's name is none.
     #[error(
         "directory {name:?} of the share is no snapshot, so it stays; nothing else has the name \
@@ -347,7 +341,6 @@ impl ProvisionError {
             | Self::HandleOfNoBackend { .. }
             | Self::ShareNotGiven { .. }
             | Self::NoQuota { .. }
-            | Self::PackedSnapshot(_)
             | Self::NotSnapshot { .. }
             | Self::Archived { .. }
             | Self::VolumeInSnapshot(_)

@@ -3,8 +3,8 @@
 //! no privileges.
 //!
 //! Handles, parameters and what a delete does are csi-driver-nfs'. The directory is the
-//! volume: there is no catalogue, so an equal request finds what an earlier one made. Only
-//! copies, and volumes whose class names the directory, have a record.
+//! volume: there is no catalogue, so an equal request finds what an earlier one made. Volumes
+//! of csi-driver-nfs have no record.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -51,12 +51,11 @@ pub use quota::QuotaPolicy;
 use class::NewDirectory;
 use handle::{DELETED, DirectoryHandle};
 use making::DirectoryDraft;
-use records::{DirectoryRecord, RecordedDirectories, VolumeRecords};
+use records::{DirectoryRecord, RecordedVolumes, VolumeRecords};
 use snapshots::PackedSnapshot;
 use tree::TreeSize;
 
 const OF_SNAPSHOT: &str = "it is the directory of a snapshot, or in that";
-const NO_LIST: &str = "the directories of an NFS server are not listed";
 
 /// Whether the text is a handle of any release of csi-driver-nfs.
 pub fn is_any_handle(handle: &str) -> bool {
@@ -73,7 +72,7 @@ pub struct NfsStore {
     copies: Copies,
     /// Held while a directory is made or moved.
     directories: KeyedMutex,
-    recorded: RecordedDirectories,
+    recorded: RecordedVolumes,
 }
 
 impl NfsStore {
@@ -98,7 +97,7 @@ impl NfsStore {
             quotas,
             copies,
             directories: KeyedMutex::default(),
-            recorded: RecordedDirectories::default(),
+            recorded: RecordedVolumes::default(),
         })
     }
 
@@ -112,6 +111,12 @@ impl NfsStore {
             server: directory.server().to_owned(),
             share: directory.share().to_owned(),
         })
+    }
+
+    /// The shares of a list: that one, or all.
+    fn listed(&self, share: Option<&str>) -> impl Iterator<Item = &NfsExport> {
+        let is_it = move |it: &&NfsExport| share.is_none_or(|share| it.share.to_string() == share);
+        self.exports.iter().filter(is_it)
     }
 
     fn find(&self, handle: &str) -> Result<(DirectoryHandle, &NfsExport), ProvisionError> {
@@ -211,9 +216,7 @@ impl NfsStore {
             if snapshots::has(&root, sub_dir)? {
                 return Ok(Err(OF_SNAPSHOT));
             }
-            if !made.handle.uuid.is_empty() {
-                records::write(&root, &path, &record)?;
-            }
+            records::write(&root, &path, &record)?;
             crash_point();
             let dir = export.make(sub_dir, made.mode)?;
             let Some(bytes) = quota else {
@@ -447,6 +450,30 @@ fn aside_of(handle: &str) -> String {
     format!("{DELETED}{}", digest::sha256_hex(handle))
 }
 
+/// The name in the share of the directory for what is deleted of a directory that other
+/// volumes are in.
+fn own_files_of(handle: &str) -> String {
+    format!("{}-files", aside_of(handle))
+}
+
+/// The part of a list that is requested, and one entry more.
+fn page<T>(what: &ListRequest, mut all: Vec<ListEntry<T>>) -> Vec<ListEntry<T>> {
+    all.retain(|it| what.from.as_ref().is_none_or(|from| it.token > *from));
+    all.sort_unstable_by(|a, b| a.token.cmp(&b.token));
+    all.truncate(what.max + 1);
+    all
+}
+
+/// The volume context of a volume that has no class.
+fn context_of(it: &Directory) -> BTreeMap<String, String> {
+    let context = [
+        ("server", it.server().to_owned()),
+        ("share", format!("/{}", it.share())),
+        ("subDir", it.sub_dir().to_owned()),
+    ];
+    context.map(|(key, value)| (key.to_owned(), value)).into()
+}
+
 fn differs(made: &NewDirectory, how: &str) -> ProvisionError {
     ProvisionError::Differs {
         name: made.handle.directory.to_string(),
@@ -471,7 +498,7 @@ fn unsupported(uses: &[VolumeUse]) -> Option<String> {
 impl Provisioner for NfsStore {
     fn abilities(&self) -> Abilities {
         Abilities {
-            lists: false,
+            lists: true,
             modifies: false,
             publishes: false,
             groups: false,
@@ -545,22 +572,27 @@ impl Provisioner for NfsStore {
                 why: "the handle has another word than delete, retain or archive".to_owned(),
             });
         };
-        let aside = aside_of(handle);
+        let (aside, own_files) = (aside_of(handle), own_files_of(handle));
         let release = || {
             let _directory = self.lock(export, sub_dir);
             let root = export.open()?;
             let record = records::of_volume(&parsed);
             let volumes = VolumeRecords::list(&root)?;
-            let is_shared = volumes.has_others(&record)
-                || self.recorded.has_below(&root, &volumes, sub_dir)?
-                || snapshots::has(&root, sub_dir)?;
+            let is_shared = volumes.has_others(&record) || snapshots::has(&root, sub_dir)?;
+            let inner = self.recorded.below(&root, &volumes, sub_dir)?;
             match on_delete {
                 _ if is_shared => tracing::info!(
                     handle,
                     %directory,
-                    "the directory is also that of another volume or a snapshot, or has such a \
-                     directory in it: it stays"
+                    "the directory is also that of another volume or a snapshot: it stays"
                 ),
+                OnDelete::Delete if !inner.is_empty() => {
+                    tracing::info!(handle, %directory, ?inner, "volumes in the directory stay");
+                    export.set_own_files_aside(sub_dir, &own_files, &inner)?;
+                }
+                _ if !inner.is_empty() => {
+                    tracing::info!(handle, %directory, ?inner, "it stays with the volumes in it");
+                }
                 OnDelete::Delete => {
                     let is_kept = |above: &str| volumes.has(above);
                     let _ = export.set_aside(sub_dir, &aside, is_kept)?;
@@ -572,7 +604,10 @@ impl Provisioner for NfsStore {
             self.recorded.forget(&record);
             Ok(())
         };
-        let done = release().and_then(|()| export.remove(&aside));
+        let done = release().and_then(|()| {
+            let _ = export.remove(&own_files)?;
+            export.remove(&aside)
+        });
         let is_there = |error: &io::Error| error.kind() == io::ErrorKind::AlreadyExists;
         let done = done.map_err(|error| match on_delete {
             OnDelete::Archive if is_there(&error) => ProvisionError::Archived {
@@ -631,22 +666,16 @@ impl Provisioner for NfsStore {
 
     fn get_volume(&self, handle: &str) -> Result<PublishedVolume, ProvisionError> {
         let parsed = self.existing(handle)?;
-        let it = &parsed.directory;
-        let context = [
-            ("server", it.server().to_owned()),
-            ("share", format!("/{}", it.share())),
-            ("subDir", it.sub_dir().to_owned()),
-        ];
-        let context = context.map(|(key, value)| (key.to_owned(), value));
-        let bytes = self.size_of(it)?;
+        let bytes = self.size_of(&parsed.directory)?;
         Ok(PublishedVolume {
-            volume: volume(&parsed, context.into(), bytes),
+            volume: volume(&parsed, context_of(&parsed.directory), bytes),
             nodes: Vec::new(),
         })
     }
 
     fn listed_pools(&self) -> Vec<String> {
-        Vec::new()
+        let shares = self.exports.iter().map(|export| export.share.to_string());
+        shares.collect()
     }
 
     fn largest_page(&self) -> usize {
@@ -656,9 +685,35 @@ impl Provisioner for NfsStore {
     fn list_volumes(
         &self,
         what: &ListRequest,
-        _: Option<&str>,
+        share: Option<&str>,
     ) -> Result<Vec<ListEntry<VolumeInfo>>, ProvisionError> {
-        what.or_omit(Err(ProvisionError::Unsupported(NO_LIST)))
+        let complete = |root: &OwnedFd| {
+            let mut all = Vec::new();
+            for (record, handle) in self.recorded.list(root)? {
+                if !making::is_being_made(root, &record)? {
+                    all.push(handle);
+                }
+            }
+            Ok(all)
+        };
+        let mut all = Vec::new();
+        for export in self.listed(share) {
+            let listed = export.open().and_then(|root| complete(&root));
+            all.extend(what.or_omit(listed.map_err(failed("list", &export.share)))?);
+        }
+        let entry = |handle: DirectoryHandle| ListEntry {
+            token: handle.to_string(),
+            entry: handle,
+        };
+        let listed = page(what, all.into_iter().map(entry).collect());
+        let described = listed.into_iter().map(|ListEntry { token, entry }| {
+            let directory = &entry.directory;
+            // It may be deleted meanwhile.
+            let bytes = self.size_of(directory).unwrap_or_default();
+            let entry = volume(&entry, context_of(directory), bytes);
+            ListEntry { token, entry }
+        });
+        Ok(described.collect())
     }
 
     fn check_uses(
@@ -708,11 +763,11 @@ impl Provisioner for NfsStore {
     fn list_snapshots(
         &self,
         what: &ListRequest,
-        _: Option<&str>,
+        share: Option<&str>,
         volume: Option<&str>,
         _: &Secrets,
     ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError> {
-        self.snapshots(what, volume)
+        self.snapshots(what, share, volume)
     }
 }
 

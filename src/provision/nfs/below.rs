@@ -15,6 +15,7 @@ use rustix::{
         renameat_with,
     },
     io::Errno,
+    path::Arg,
 };
 
 const BELOW: ResolveFlags = ResolveFlags::BENEATH
@@ -96,8 +97,23 @@ pub fn next_name(dir: &mut Dir) -> rustix::io::Result<Option<CString>> {
     }
 }
 
-/// Renames a directory to a name that is not there.
-pub fn rename(from: &OwnedFd, name: &str, to: &OwnedFd, new_name: &str) -> io::Result<()> {
+/// The entries of a directory but `.` and `..`.
+pub fn names(dir: &OwnedFd) -> io::Result<Vec<CString>> {
+    let mut entries = Dir::new(open_dir(dir, c".")?)?;
+    let mut all = Vec::new();
+    while let Some(name) = next_name(&mut entries)? {
+        all.push(name);
+    }
+    Ok(all)
+}
+
+/// Renames an entry to a name that is not there.
+pub fn rename(
+    from: &OwnedFd,
+    name: impl Arg + Copy,
+    to: &OwnedFd,
+    new_name: &str,
+) -> io::Result<()> {
     match renameat_with(from, name, to, new_name, RenameFlags::NOREPLACE) {
         // NFS has no such rename; only this controller renames volumes.
         Err(Errno::INVAL) => Ok(renameat(from, name, to, new_name)?),

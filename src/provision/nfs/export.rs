@@ -3,7 +3,13 @@
 //! Every path is walked below the directory without symlinks ([`below`]), and each change
 //! is made by the descriptor of the parent.
 
-use std::{io, path::PathBuf, str::FromStr};
+use std::{
+    ffi::OsStr,
+    io,
+    os::unix::ffi::OsStrExt as _,
+    path::{Path, PathBuf},
+    str::FromStr,
+};
 
 use rustix::{
     fd::OwnedFd,
@@ -18,7 +24,7 @@ use super::{
     below::{self, absent_is_none, split, walk},
     quota, removal,
 };
-use crate::{Done, nfs::Directory};
+use crate::{Done, crash_point, nfs::Directory};
 
 /// `--nfs-export`: `SERVER:/SHARE=DIR[,mounted]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,7 +117,7 @@ impl NfsExport {
         }
         let dir = walk(&above, name)?;
         // It keeps its own until it is removed: the rename may fail.
-        if !quota::has(&above, &dir)? {
+        if quota::own(&above, &dir)?.is_none() {
             quota::follow(&dir, &root)?;
         }
         below::rename(&above, name, &root, aside)?;
@@ -121,14 +127,81 @@ impl NfsExport {
                 break;
             }
             let (parent, name) = split(path);
-            match unlinkat(walk(&root, parent)?, name, AtFlags::REMOVEDIR) {
-                Ok(()) | Err(Errno::NOENT) => path = parent,
+            let above = walk(&root, parent)?;
+            // Of a deleted volume in whose directory others were.
+            let quota = match absent_is_none(walk(&above, name))? {
+                Some(dir) => quota::own(&above, &dir)?,
+                None => None,
+            };
+            match unlinkat(&above, name, AtFlags::REMOVEDIR) {
+                Ok(()) => {
+                    quota.map_or(Ok(()), |project| quota::clear(&root, project))?;
+                    path = parent;
+                }
+                Err(Errno::NOENT) => path = parent,
                 // Another volume's directory is in it.
                 Err(Errno::NOTEMPTY | Errno::EXIST) => break,
                 Err(error) => return Err(error.into()),
             }
         }
         Ok(Done::Now)
+    }
+
+    /// Renames what a directory has, but for those directories in it and what they are in, into
+    /// `aside`.
+    pub fn set_own_files_aside(
+        &self,
+        sub_dir: &str,
+        aside: &str,
+        inner: &[String],
+    ) -> io::Result<()> {
+        let root = self.open()?;
+        let aside = below::make(&root, aside, 0o700)?;
+        let mut number = 0;
+        let mut to_look = vec![PathBuf::from(sub_dir)];
+        while let Some(path) = to_look.pop() {
+            let dir = match walk(&root, &path) {
+                // The second and third: a pod has put it there, and it stays.
+                Err(error)
+                    if matches!(
+                        Errno::from_io_error(&error),
+                        Some(Errno::NOENT | Errno::LOOP | Errno::NOTDIR)
+                    ) =>
+                {
+                    continue;
+                }
+                walked => walked?,
+            };
+            for name in below::names(&dir)? {
+                let entry = path.join(OsStr::from_bytes(name.to_bytes()));
+                if inner.iter().any(|it| *it == entry) {
+                    continue;
+                }
+                if inner.iter().any(|it| Path::new(it).starts_with(&entry)) {
+                    to_look.push(entry);
+                    continue;
+                }
+                crash_point();
+                loop {
+                    use io::ErrorKind as E;
+                    let moved = below::rename(&dir, &*name, &aside, &number.to_string());
+                    number += 1;
+                    match moved.map_err(|error| (error.kind(), error)) {
+                        Ok(()) | Err((E::NotFound, _)) => break,
+                        // Moved by an earlier call.
+                        Err((
+                            E::AlreadyExists
+                            | E::DirectoryNotEmpty
+                            | E::IsADirectory
+                            | E::NotADirectory,
+                            _,
+                        )) => {}
+                        Err((_, error)) => return Err(error),
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Removes what was set aside, with its content and its quota.

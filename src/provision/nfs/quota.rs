@@ -66,7 +66,7 @@ pub fn obstacle(root: &OwnedFd, path: &str) -> io::Result<Option<&'static str>> 
         return Ok(of(&at)?.is_inherited.then_some(NESTED));
     }
     let above = below::walk(root, below::split(path).0)?;
-    Ok(if has(&above, &at)? {
+    Ok(if own(&above, &at)?.is_some() {
         None
     } else if of(&above)?.is_inherited {
         Some(NESTED)
@@ -159,13 +159,13 @@ pub fn follow(dir: &OwnedFd, place: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a directory has a project of its own.
-pub fn has(above: &OwnedFd, dir: &OwnedFd) -> io::Result<bool> {
-    Ok(own(above, dir)?.is_some())
+/// Ends the limit of a project whose directory was removed.
+pub fn clear(share: &OwnedFd, project: u32) -> io::Result<()> {
+    project::set_limit(share, project, 0)
 }
 
 /// The project that is the directory's own.
-fn own(above: &OwnedFd, dir: &OwnedFd) -> io::Result<Option<u32>> {
+pub fn own(above: &OwnedFd, dir: &OwnedFd) -> io::Result<Option<u32>> {
     let project = of(dir)?;
     let has_one = project.is_inherited && project.id != 0 && !of(above)?.is_inherited;
     Ok(has_one.then_some(project.id))

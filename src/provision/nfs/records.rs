@@ -3,10 +3,11 @@
 //!
 //! A class may name the directory, so a new volume may get that of a deleted one, or two
 //! volumes share one. The handle of each then has the volume's name, but the directory does
-//! not. So such a volume has a record `volumes/DIRECTORY.HANDLE`, named by digests of both.
+//! not. So a volume has a record `volumes/DIRECTORY.HANDLE`, named by digests of both. By these
+//! records volumes are listed, too.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fs, io,
     sync::{Mutex, MutexGuard, PoisonError},
 };
@@ -22,7 +23,7 @@ use super::{
     handle::{DirectoryHandle, RECORDS},
 };
 use crate::{
-    digest,
+    digest, nfs,
     pool::draft::{self, Durability::Durable},
     provision::ContentSource,
 };
@@ -53,10 +54,27 @@ pub fn read<T: DeserializeOwned>(share: &OwnedFd, record: &str) -> io::Result<Op
         return Ok(None);
     };
     let read = serde_json::from_reader(io::BufReader::new(fs::File::from(opened)));
-    read.map(Some).map_err(|error| {
-        let why = format!("cannot parse the record {path} in the share: {error}");
-        io::Error::other(why)
+    read.map(Some).map_err(|error: serde_json::Error| {
+        if error.is_io() {
+            return error.into();
+        }
+        io::Error::other(BadRecord {
+            path,
+            source: error,
+        })
     })
+}
+
+/// A record that no controller has written.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot parse the record {path} in the share; remove it by hand")]
+struct BadRecord {
+    path: String,
+    source: serde_json::Error,
+}
+
+fn is_bad(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|inner| inner.is::<BadRecord>())
 }
 
 /// Writes a record of the share.
@@ -125,46 +143,69 @@ impl VolumeRecords {
     }
 }
 
-/// The directories of recorded volumes, by the paths of the records. These are digests of the
+/// The handles of recorded volumes, by the paths of the records. These are digests of the
 /// content, so no record has to be read twice.
 #[derive(Debug, Default)]
-pub struct RecordedDirectories(Mutex<HashMap<String, String>>);
+pub struct RecordedVolumes(Mutex<HashMap<String, DirectoryHandle>>);
 
-impl RecordedDirectories {
-    /// Whether one of the volumes has a directory below that one.
-    pub fn has_below(
+impl RecordedVolumes {
+    /// The directories of volumes that are below that one.
+    pub fn below(
         &self,
         share: &OwnedFd,
         volumes: &VolumeRecords,
         sub_dir: &str,
-    ) -> io::Result<bool> {
+    ) -> io::Result<Vec<String>> {
         let above = format!("{sub_dir}/");
+        let (mut inner, mut unread) = (Vec::new(), HashSet::new());
         for record in &volumes.0 {
-            let directory = self.get(share, record)?;
-            let Some(directory) = directory.filter(|it| it.starts_with(&above)) else {
-                continue;
-            };
-            // Another program may have removed it. A path that a pod has spoiled is kept.
-            if below::has(share, &directory).unwrap_or(true) {
-                return Ok(true);
+            match self.get(share, record) {
+                Err(error) if is_bad(&error) => {
+                    unread.extend(split(record).1.split('.').next().map(str::to_owned));
+                }
+                known => inner.extend(known?.map(|handle| handle.directory.sub_dir().to_owned())),
             }
         }
-        Ok(false)
+        inner.retain(|it| it.starts_with(&above));
+        // Another program may have removed it. A path that a pod has spoiled is kept.
+        inner.retain(|it| below::has(share, it).unwrap_or(true));
+        if !unread.is_empty() {
+            inner.extend(of_digests(share, sub_dir, &unread)?);
+        }
+        Ok(inner)
     }
 
-    fn get(&self, share: &OwnedFd, record: &str) -> io::Result<Option<String>> {
+    /// The volumes of a share whose directories are there, with their records. Fails at a record
+    /// that cannot be read.
+    pub fn list(&self, share: &OwnedFd) -> io::Result<Vec<(String, DirectoryHandle)>> {
+        let mut all = Vec::new();
+        for record in VolumeRecords::list(share)?.0 {
+            let Some(handle) = self.get(share, &record)? else {
+                continue;
+            };
+            if below::has(share, handle.directory.sub_dir()).unwrap_or(true) {
+                all.push((record, handle));
+            }
+        }
+        Ok(all)
+    }
+
+    fn get(&self, share: &OwnedFd, record: &str) -> io::Result<Option<DirectoryHandle>> {
         let known = self.all().get(record).cloned();
         if known.is_some() {
             return Ok(known);
         }
-        let read: Option<DirectoryRecord> = read(share, record)?;
-        let handle = read.and_then(|it| it.handle.parse::<DirectoryHandle>().ok());
-        let Some(handle) = handle else {
+        let Some(read): Option<DirectoryRecord> = read(share, record)? else {
             return Ok(None);
         };
-        let directory = handle.directory.sub_dir().to_owned();
-        self.all().insert(record.to_owned(), directory.clone());
-        Ok(Some(directory))
+        let handle: DirectoryHandle = read.handle.parse().map_err(|_| {
+            io::Error::other(BadRecord {
+                path: format!("{RECORDS}/{record}"),
+                source: serde::de::Error::custom("its handle is that of no directory"),
+            })
+        })?;
+        self.all().insert(record.to_owned(), handle.clone());
+        Ok(Some(handle))
     }
 
     /// Forgets a record that is removed.
@@ -172,7 +213,35 @@ impl RecordedDirectories {
         self.all().remove(record);
     }
 
-    fn all(&self) -> MutexGuard<'_, HashMap<String, String>> {
+    fn all(&self) -> MutexGuard<'_, HashMap<String, DirectoryHandle>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The directories below that one whose paths have one of these digests.
+fn of_digests(
+    share: &OwnedFd,
+    sub_dir: &str,
+    digests: &HashSet<String>,
+) -> io::Result<Vec<String>> {
+    let mut found = Vec::new();
+    let mut to_look = vec![sub_dir.to_owned()];
+    while let Some(path) = to_look.pop() {
+        let names = below::walk(share, &path).and_then(|dir| below::names(&dir));
+        for name in absent_is_none(names)?.unwrap_or_default() {
+            // A volume's path is text, and no longer than the source of a mount.
+            let Ok(name) = name.into_string() else {
+                continue;
+            };
+            let inner = format!("{path}/{name}");
+            if inner.len() > nfs::LONGEST || !below::has(share, &inner).unwrap_or(false) {
+                continue;
+            }
+            if digests.contains(&digest::sha256_hex(&inner)) {
+                found.push(inner.clone());
+            }
+            to_look.push(inner);
+        }
+    }
+    Ok(found)
 }

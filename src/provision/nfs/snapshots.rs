@@ -12,7 +12,7 @@ use std::{
 
 use rustix::{
     fd::OwnedFd,
-    fs::{Mode, OFlags},
+    fs::{Mode, OFlags, fstat},
 };
 use serde::{Deserialize, Serialize};
 
@@ -22,6 +22,7 @@ use super::{
     class, failed,
     handle::{BadHandle, DirectoryHandle},
     making::{DirectoryDraft, is_being_made, sync_place},
+    page,
     records::{self, VolumeRecords},
 };
 use crate::{
@@ -197,7 +198,10 @@ impl NfsStore {
                 }
                 let volumes = VolumeRecords::list(&root)?;
                 let is_shared = volumes.has(&handle.name)
-                    || self.recorded.has_below(&root, &volumes, &handle.name)?;
+                    || !self
+                        .recorded
+                        .below(&root, &volumes, &handle.name)?
+                        .is_empty();
                 if is_shared {
                     return Ok(Err(ProvisionError::VolumeInSnapshot(text.to_owned())));
                 }
@@ -215,17 +219,15 @@ impl NfsStore {
         let missing = || ProvisionError::NoSnapshot(text.to_owned());
         let handle: DirectorySnapshotHandle = text.parse().map_err(|_| missing())?;
         let root = self.export(&handle.share)?.open();
-        let look = |root: &OwnedFd| {
-            let found = complete(root, &handle.record(), &handle.name)?;
-            let packed = found.is_none() && packed(root, &handle)?.is_some();
-            Ok((found, packed))
+        let look = |root: &OwnedFd| match complete(root, &handle.record(), &handle.name)? {
+            Some(record) => Ok(Some(record.info())),
+            None => packed(root, &handle)?
+                .map(|it| it.info(&handle))
+                .transpose(),
         };
         let looked = root.and_then(|root| look(&root));
-        match looked.map_err(failed("look in", &handle.share))? {
-            (Some(record), _) => Ok(record.info()),
-            (None, true) => Err(ProvisionError::PackedSnapshot(text.to_owned())),
-            (None, false) => Err(missing()),
-        }
+        let looked = looked.map_err(failed("look in", &handle.share))?;
+        looked.ok_or_else(missing)
     }
 
     /// The content of a snapshot, whichever driver took it.
@@ -260,10 +262,11 @@ impl NfsStore {
     pub(super) fn snapshots(
         &self,
         what: &ListRequest,
+        share: Option<&str>,
         volume: Option<&str>,
     ) -> Result<Vec<ListEntry<SnapshotInfo>>, ProvisionError> {
         let mut all = Vec::new();
-        for export in &self.exports {
+        for export in self.listed(share) {
             let listed = export.open().and_then(|root| in_share(&root));
             all.extend(what.or_omit(listed.map_err(failed("list", &export.share)))?);
         }
@@ -272,11 +275,7 @@ impl NfsStore {
             token: record.handle.clone(),
             entry: record.info(),
         };
-        let mut all: Vec<_> = all.into_iter().map(entry).collect();
-        all.retain(|it| what.from.as_ref().is_none_or(|from| it.token > *from));
-        all.sort_unstable_by(|a, b| a.token.cmp(&b.token));
-        all.truncate(what.max + 1);
-        Ok(all)
+        Ok(page(what, all.into_iter().map(entry).collect()))
     }
 }
 
@@ -360,6 +359,23 @@ pub struct PackedSnapshot {
     /// By `O_PATH`, as it may be no file.
     pub archive: OwnedFd,
     pub is_compressed: bool,
+}
+
+impl PackedSnapshot {
+    /// Of its volume it has a name, and no handle.
+    fn info(&self, handle: &DirectorySnapshotHandle) -> io::Result<SnapshotInfo> {
+        let stat = fstat(&self.archive)?;
+        let written = Duration::from_secs(u64::try_from(stat.st_mtime).unwrap_or(0));
+        Ok(SnapshotInfo {
+            handle: handle.to_string(),
+            name: handle.name.clone(),
+            source: handle.source.clone(),
+            bytes: u64::try_from(stat.st_size).unwrap_or(0),
+            created: UNIX_EPOCH + written,
+            local: false,
+            group: None,
+        })
+    }
 }
 
 /// The snapshot, if it is an archive of csi-driver-nfs.

@@ -277,3 +277,104 @@ fn an_archive_that_is_there_already_is_reported_to_the_operator() {
         assert!(!share.at(path).exists() && share.at(archived).exists());
     }
 }
+
+#[test]
+fn an_outer_volumes_own_files_are_deleted_and_inner_volumes_stay() {
+    let share = Share::new();
+    let outer = share.volume("pv-1", "team");
+    let inner = share.volume("pv-2", "team/a/db");
+    for path in [
+        "team/file",
+        "team/a/file",
+        "team/own/b/c/file",
+        "team/a/db/kept",
+    ] {
+        fs::create_dir_all(share.at(path).parent().expect("below one")).expect("made");
+        fs::write(share.at(path), path).expect("written");
+    }
+    // What a killed deletion has moved already.
+    let moved = share.at(own_files_of(&outer));
+    fs::create_dir_all(moved.join("0/sub")).expect("made");
+    fs::write(moved.join("1"), "moved").expect("written");
+    for _ in 0..2 {
+        share.delete(&outer);
+        let kept = fs::read_to_string(share.at("team/a/db/kept"));
+        assert_eq!(kept.expect("kept"), "team/a/db/kept");
+        for (dir, only) in [("team", "a"), ("team/a", "db")] {
+            let left = fs::read_dir(share.at(dir)).expect("read");
+            let left: Vec<_> = left.map(|one| one.expect("read").file_name()).collect();
+            assert_eq!(left, [only]);
+        }
+        assert!(!moved.exists());
+    }
+    share.delete(&inner);
+    assert!(!share.at("team").exists());
+
+    // A symlink of a pod on the way to the inner volume.
+    let outer = share.volume("pv-1", "team");
+    share.volume("pv-2", "team/a/db");
+    fs::rename(share.at("team/a"), share.at("moved")).expect("renamed");
+    std::os::unix::fs::symlink("../moved", share.at("team/a")).expect("linked");
+    fs::write(share.at("team/file"), "own").expect("written");
+    fs::write(share.at("moved/db/kept"), "kept").expect("written");
+    share.delete(&outer);
+    assert!(!share.at("team/file").exists() && share.at("moved/db/kept").exists());
+}
+
+#[test]
+fn a_bad_record_keeps_its_own_directory_and_no_other() {
+    let share = Share::new();
+    let [outer, bad, other] = [("pv-1", "team"), ("pv-2", "team/a/db"), ("pv-3", "other")]
+        .map(|(name, sub_dir)| share.volume(name, sub_dir));
+    for path in ["team/file", "team/a/db/kept", "other/file"] {
+        fs::write(share.at(path), path).expect("written");
+    }
+    let record = records::of_volume(&bad.parse().expect("a handle"));
+    let record = share.at(".uring-csi").join(record);
+    fs::write(&record, "{").expect("written");
+    let list = || share.store.list_volumes(&ListRequest::default(), None);
+    let error = crate::error_chain(&list().expect_err("one is not known"));
+    assert!(error.contains("cannot parse the record"), "{error}");
+    share.delete(&other);
+    assert!(!share.at("other").exists());
+    share.delete(&outer);
+    assert!(!share.at("team/file").exists() && share.at("team/a/db/kept").exists());
+    share.delete(&bad);
+    assert!(!share.at("team").exists() && !record.exists());
+    assert_eq!(list().expect("listed").len(), 0);
+}
+
+#[test]
+fn recorded_volumes_are_listed() {
+    let share = Share::new();
+    let mut made = vec![
+        share.make("pvc-1", &[], None).expect("made"),
+        share.volume("pv-2", "team/db"),
+        share.volume("pv-3", "team/db"),
+    ];
+    let copy = Some(ContentSource::Volume(made[0].clone()));
+    made.push(share.make("copy", &[], copy).expect("made"));
+    made.sort_unstable();
+    // Of csi-driver-nfs.
+    fs::create_dir(share.at("pvc-9")).expect("made");
+    let list = |from: Option<&String>, max, pool: Option<&str>| {
+        let what = ListRequest {
+            from: from.cloned(),
+            max,
+            omitted: None,
+        };
+        let listed = share.store.list_volumes(&what, pool).expect("listed");
+        let handles = listed.into_iter().map(|it| {
+            assert_eq!(it.token, it.entry.handle);
+            it.entry.handle
+        });
+        handles.collect::<Vec<_>>()
+    };
+    assert_eq!(list(None, 10, None), made);
+    assert_eq!(list(None, 10, Some("srv:/share")), made);
+    assert_eq!(list(None, 10, Some("srv:/other")), [""; 0]);
+    assert_eq!(list(None, 1, None), made[..2]);
+    assert_eq!(list(Some(&made[1]), 10, None), made[2..]);
+    fs::remove_dir_all(share.at("copy")).expect("removed");
+    assert_eq!(list(None, 10, None).len(), 3);
+}
