@@ -28,7 +28,7 @@ set -euo pipefail
   # qemu-user-static is for images of another architecture.
   images=(buildah podman crun mmdebstrap python3-venv qemu-user-static)
   # strace is for the benches, python3-venv for the manifests, OpenBao and PyKMIP.
-  test=(fdisk openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace)
+  test=(fdisk fscrypt openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace)
 }
 
 fail() {

@@ -11,6 +11,8 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "node")]
 pub(crate) mod fsck;
 #[cfg(feature = "node")]
+pub(crate) mod fscrypt;
+#[cfg(feature = "node")]
 pub(crate) mod grow;
 // The controller refuses the mkfs options that the node would refuse.
 pub(crate) mod mkfs;

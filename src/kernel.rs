@@ -15,6 +15,8 @@ pub mod clock;
 pub mod descriptors;
 pub mod exec;
 #[cfg(feature = "node")]
+pub mod fscrypt;
+#[cfg(feature = "node")]
 pub mod growth;
 #[cfg(feature = "node")]
 pub mod heap;

@@ -27,7 +27,9 @@ use serde::Deserialize;
 use serde_json::Value;
 use zeroize::Zeroizing;
 
-use super::csi_format::encryption::{EncryptionError, generate, open, passphrase, seal};
+use super::csi_format::encryption::{
+    EncryptionError, generate, generate_for_files, open, passphrase, seal,
+};
 use crate::secret::{Secret, Secrets};
 
 #[cfg(feature = "kms")]
@@ -169,6 +171,44 @@ impl Kms {
                 service.store(secrets, handle, &own(), existing)?;
                 Ok(None)
             }
+        }
+    }
+
+    /// The secret of a volume whose files are encrypted. Where others have the secret of one
+    /// volume alone, ceph-csi gives no volume its own: the metadata holds none.
+    pub fn load_for_files(
+        &self,
+        secrets: &Secrets,
+        handle: &str,
+    ) -> Result<Secret, EncryptionError> {
+        match self {
+            Self::Secret => passphrase(secrets).cloned(),
+            Self::Metadata(file) => sealing(file.as_deref(), secrets),
+            Self::Sealed(_) => Err(EncryptionError::NotForFiles),
+            Self::Service(service) => service.load(secrets, handle),
+        }
+    }
+
+    /// Makes the secret of a new volume whose files are encrypted, unless its service has one.
+    pub fn create_for_files(&self, secrets: &Secrets, handle: &str) -> Result<(), EncryptionError> {
+        match self {
+            Self::Service(service) => {
+                service.store(secrets, handle, &generate_for_files(), Existing::Keep)
+            }
+            _ => self.load_for_files(secrets, handle).map(drop),
+        }
+    }
+
+    /// Stores the secret of a copy, if its KMS keeps one for each volume.
+    pub fn store_for_files(
+        &self,
+        secrets: &Secrets,
+        handle: &str,
+        own: &Secret,
+    ) -> Result<(), EncryptionError> {
+        match self {
+            Self::Service(service) => service.store(secrets, handle, own, Existing::Replace),
+            _ => Ok(()),
         }
     }
 

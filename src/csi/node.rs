@@ -173,6 +173,7 @@ impl NodeService {
                 group: parsed.group,
                 remount: false,
                 lock: false,
+                encrypted: Source::encrypted_directory_of(&request.volume_context),
             })
         };
         self.submit(&request.volume_id, call, timeout).await?;

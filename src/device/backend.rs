@@ -7,16 +7,22 @@ use std::{collections::HashMap, fmt, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Source, error::DeviceError, loopdev::FileId, nbd};
+use super::{
+    Source,
+    error::{DeviceError, not_encrypted},
+    loopdev::FileId,
+    nbd,
+};
 use crate::{
     Detached, Done,
     ceph::{
         fencing,
         krbd::{self, MappedIds},
     },
+    fs::fscrypt::KeySource,
     kernel::{Dev, block::BlockDev, nbd::identifier_of, sysfs},
     nbd::Export,
-    secret::Secrets,
+    secret::{Secret, Secrets},
 };
 
 /// A volume's block device, as in its record, with the identity by which an agent
@@ -255,8 +261,18 @@ pub trait BackendVolume {
         _volume_id: &str,
         _secrets: &Secrets,
     ) -> Result<(), DeviceError> {
-        let device = device.node.clone();
-        Err(DeviceError::NotEncrypted { device })
+        Err(not_encrypted(device))
+    }
+    /// The secret of its files, which are encrypted, and how that wraps their key. Makes it
+    /// where they are to be encrypted now (`is_new`).
+    fn files_secret(
+        &self,
+        device: &Device,
+        _volume_id: &str,
+        _secrets: &Secrets,
+        _is_new: bool,
+    ) -> Result<(Secret, KeySource), DeviceError> {
+        Err(not_encrypted(device))
     }
     /// Makes the device at least `bytes` large if this node grows the source, and else
     /// follows the size that the controller or the server has given it.

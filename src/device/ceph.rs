@@ -16,7 +16,7 @@ use std::sync::Arc;
 use super::{
     AttachOptions, Backing, Condition, Device, Source,
     backend::{Attachment, BackendVolume, FormatMarker, FoundDevice, Owner},
-    error::{DeviceError, io},
+    error::{DeviceError, io, not_encrypted},
     format_markers::NodeFormatMarkers,
     in_use,
     loop_attach::clear_read_only_mark,
@@ -30,8 +30,9 @@ use crate::{
         kms::KmsConfig,
         krbd::{self, ImageSpec, Mapped, Mapper, Monitors},
     },
+    fs::fscrypt::KeySource,
     kernel::{Dev, block::BlockDev, nbd::identifier_of, sysfs},
-    secret::Secrets,
+    secret::{Secret, Secrets},
     supervisor::Watch,
 };
 
@@ -55,7 +56,7 @@ pub use error::CephImageError;
 pub use nbd_backed::daemon_of;
 pub use own_client::StorageClient;
 pub use registration::ThisNode;
-pub use source::CephSource;
+pub use source::{CephSource, ENCRYPTED_DIRECTORY};
 pub use stage_file::STAGE_FILE;
 
 use format_marker::FormatKind;
@@ -311,7 +312,7 @@ impl BoundCephImage<'_> {
         options: &AttachOptions,
     ) -> Result<(Option<BlockDev>, Arc<dyn FormatMarker>), DeviceError> {
         self.register(known, lower, options)?;
-        let over = match &self.source.kms {
+        let over = match self.source.luks_kms() {
             Some(kms) => Some(self.decrypt(known, kms, lower, options)?),
             None => None,
         };
@@ -435,11 +436,26 @@ impl BackendVolume for BoundCephImage<'_> {
         volume_id: &str,
         secrets: &Secrets,
     ) -> Result<(), DeviceError> {
-        if let (Some(under), Some(kms)) = (&device.encrypted, &self.source.kms) {
+        if let (Some(under), Some(kms)) = (&device.encrypted, self.source.luks_kms()) {
             return Ok(self.rotate(under, kms, volume_id, secrets)?);
         }
-        let device = device.node.clone();
-        Err(DeviceError::NotEncrypted { device })
+        if self.source.encrypts_files {
+            return Err(CephImageError::FilesKey.into());
+        }
+        Err(not_encrypted(device))
+    }
+
+    fn files_secret(
+        &self,
+        device: &Device,
+        volume_id: &str,
+        secrets: &Secrets,
+        is_new: bool,
+    ) -> Result<(Secret, KeySource), DeviceError> {
+        match self.source.files_kms() {
+            Some(kms) => Ok(self.secret_of_files(kms, volume_id, secrets, is_new)?),
+            None => Err(not_encrypted(device)),
+        }
     }
 
     /// The controller grows the image; the device follows.

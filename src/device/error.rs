@@ -3,7 +3,7 @@
 use std::{io, path::PathBuf};
 
 use super::{
-    ceph::error::CephImageError, loopdev::LoopError, luks::LuksError, nbd::NbdError,
+    Device, ceph::error::CephImageError, loopdev::LoopError, luks::LuksError, nbd::NbdError,
     openers::Opener,
 };
 use crate::{
@@ -155,6 +155,13 @@ impl From<KrbdError> for DeviceError {
 impl From<NbdError> for DeviceError {
     fn from(error: NbdError) -> Self {
         Self::Nbd(Box::new(error))
+    }
+}
+
+/// The device of a source without a passphrase.
+pub fn not_encrypted(device: &Device) -> DeviceError {
+    DeviceError::NotEncrypted {
+        device: device.node.clone(),
     }
 }
 

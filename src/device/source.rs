@@ -6,13 +6,14 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Device,
-    ceph::{CephSource, STAGE_FILE},
+    ceph::{CephSource, ENCRYPTED_DIRECTORY, STAGE_FILE},
     context::{SourceError, VolumeContext},
     exports::ExportSource,
     images::ImageSource,
     nfs::{NFS, NfsSource},
 };
 use crate::{
+    fs::fscrypt::EncryptedDirectory,
     kernel::Dev,
     mount::{
         Mounted, attach::MountError, options::MountOptions, path::SafePath, table::MountEntry,
@@ -154,6 +155,17 @@ impl Source {
             Self::Loop(_) | Self::Nbd(_) | Self::Nfs(_) => None,
             Self::Rbd(_) => Some(STAGE_FILE),
         }
+    }
+
+    /// The directory of its files, if they are encrypted.
+    pub fn encrypted_directory(&self) -> Option<EncryptedDirectory> {
+        matches!(self, Self::Rbd(image) if image.encrypts_files).then_some(ENCRYPTED_DIRECTORY)
+    }
+
+    /// The same by a volume context: what is known of a volume that was found staged.
+    pub fn encrypted_directory_of(context: &HashMap<String, String>) -> Option<EncryptedDirectory> {
+        let context = VolumeContext(context);
+        CephSource::asks_for_encrypted_files(context).then_some(ENCRYPTED_DIRECTORY)
     }
 
     /// The backend's name, as metrics and listings show it.

@@ -61,8 +61,14 @@ pub enum MkfsOptionError {
 
 /// The command line that makes a file system. `options` come from [`parse_options`]; if
 /// there are none, the defaults apply. `reads_as_zero`: every block of the device reads
-/// as zeros.
-pub fn command(fs: FsType, device: &Path, options: &[String], reads_as_zero: bool) -> CommandLine {
+/// as zeros. `encrypts_files`: its files are to be encrypted, which takes a feature of ext4.
+pub fn command(
+    fs: FsType,
+    device: &Path,
+    options: &[String],
+    reads_as_zero: bool,
+    encrypts_files: bool,
+) -> CommandLine {
     let (program, defaults): (_, &[&str]) = match (fs, reads_as_zero) {
         (FsType::Ext4, true) => (
             "mkfs.ext4",
@@ -85,6 +91,10 @@ pub fn command(fs: FsType, device: &Path, options: &[String], reads_as_zero: boo
         args.extend(defaults.iter().map(|&option| option.to_owned()));
     } else {
         args.extend_from_slice(options);
+    }
+    if encrypts_files && fs == FsType::Ext4 {
+        // Beside the features of an earlier -O, mke2fs takes those of a later one.
+        args.extend(["-O", "encrypt"].map(str::to_owned));
     }
     args.push(device.display().to_string());
     CommandLine { program, args }

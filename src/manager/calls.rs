@@ -71,6 +71,7 @@ pub fn publish(node: &Node, handle: &str, desired: &Desired) -> Result<Publish, 
     let context = desired.source.clone().into_iter().collect();
     let parsed = parse(desired, &context)?;
     Ok(Publish {
+        encrypted: Source::encrypted_directory_of(&context),
         staging_path: staging_path(node, handle),
         target_path: desired.path.clone(),
         usage: parsed.usage,

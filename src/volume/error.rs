@@ -11,7 +11,7 @@ use crate::{
         openers::{self, Opener},
     },
     error_chain,
-    fs::{fsck::FsckError, grow::GrowError, trim::TrimError},
+    fs::{fsck::FsckError, fscrypt::FscryptError, grow::GrowError, trim::TrimError},
     mount::{
         attach::MountError, options::MountOptionError, ownership::OwnershipError, path::PathError,
         unmount::UnmountError,
@@ -152,6 +152,9 @@ pub enum Cause {
     /// Unmounting failed.
     #[error(transparent)]
     Unmount(#[from] UnmountError),
+    /// Its files are encrypted, and their directory cannot be used.
+    #[error(transparent)]
+    Files(#[from] FscryptError),
     /// The volume could not be given to its group.
     #[error(transparent)]
     Ownership(#[from] OwnershipError),
@@ -245,6 +248,7 @@ impl Cause {
                 may_pass: false, ..
             } => Kind::Internal,
             Self::Fsck { source, .. } => source.kind(),
+            Self::Files(error) => error.kind(),
             Self::Device(error) => error.kind(),
             Self::Mount(error) => error.kind(),
             Self::Unmount(error) => error.kind(),

@@ -3,14 +3,18 @@
 use std::path::Path;
 
 use rustix::{
-    fd::AsFd as _,
+    fd::{AsFd as _, OwnedFd},
     fs::{Gid, Mode, OFlags, Uid, fchmod, fchown, fstat, openat},
 };
 
 use super::{already, context::OnLane, error::Cause, spec::RootAccess};
 use crate::{
-    device::Device,
-    fs::{FsType, grow},
+    device::{Device, Source},
+    fs::{
+        FsType,
+        fscrypt::{EncryptedDirectory, FileEncryption},
+        grow,
+    },
     kernel::Dev,
     mount::{PathKind, ownership::FsGroup, path::SafePath, table},
 };
@@ -45,21 +49,39 @@ pub(super) fn grow(
     })
 }
 
-/// Gives the volume to a group, as kubelet would.
-pub(super) fn own(place: &SafePath, group: FsGroup) -> Result<(), Cause> {
+/// The encrypted directory of the file system that is mounted at the place.
+pub(super) fn encrypted(
+    place: &SafePath,
+    names: EncryptedDirectory,
+) -> Result<FileEncryption, Cause> {
     let failed = Cause::io(format!("open {}", place.path().display()));
     let root = place.open().map_err(failed)?;
-    already("chgrp", group.apply(root.as_fd())?);
+    Ok(FileEncryption::below(root.as_fd(), names)?)
+}
+
+/// The directory that pods see: the root of the file system, or its encrypted directory.
+fn shown(place: &SafePath, source: &Source) -> Result<OwnedFd, Cause> {
+    let failed = Cause::io(format!("open {}", place.path().display()));
+    match source.encrypted_directory() {
+        Some(names) => Ok(encrypted(place, names)?.directory()?),
+        None => place.open().map_err(failed),
+    }
+}
+
+/// Gives the volume to a group, as kubelet would.
+pub(super) fn own(place: &SafePath, source: &Source, group: FsGroup) -> Result<(), Cause> {
+    already("chgrp", group.apply(shown(place, source)?.as_fd())?);
     Ok(())
 }
 
-/// Gives the mounted directory its owner and its permission bits, where they differ.
-pub(super) fn set_root(place: &SafePath, root: RootAccess) -> Result<(), Cause> {
+/// Gives the volume's directory its owner and its permission bits, where they differ.
+pub(super) fn set_root(place: &SafePath, source: &Source, root: RootAccess) -> Result<(), Cause> {
+    let shown = shown(place, source)?;
     let path = place.path().display();
     let failed = Cause::io(format!("set the owner and the mode of {path}"));
     let set = || {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let directory = openat(place.open()?, ".", flags, Mode::empty())?;
+        let directory = openat(shown, ".", flags, Mode::empty())?;
         let now = fstat(&directory)?;
         if let Some((uid, gid)) = root.owner
             && (now.st_uid, now.st_gid) != (uid, gid)

@@ -291,7 +291,8 @@ impl Preparing<'_> {
             Ok(zeros)
         })?;
         let device = &self.attached.device;
-        let command = mkfs::command(fs, &device.node, options, zeros);
+        let encrypts_files = self.record.source.encrypted_directory().is_some();
+        let command = mkfs::command(fs, &device.node, options, zeros, encrypts_files);
         let made = self.run(&command, Run::Mkfs, |exit| {
             self.made(fs, command.program, &exit)
         });

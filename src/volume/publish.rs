@@ -29,6 +29,7 @@ use crate::{
     Done,
     capability::AccessMode,
     device::{self, Device, descriptor_lock::Unlock},
+    fs::fscrypt::FileEncryption,
     kernel::{Dev, sysfs},
     mount::{
         Mounted, PathKind,
@@ -237,7 +238,7 @@ impl Publishing<'_> {
     }
 
     fn bind_mount(self, place: &SafePath) -> Result<(), Cause> {
-        let mount = open_staged(self.cx, self.record)?;
+        let mount = self.shown()?;
         if let Some(group) = self.spec.group.filter(|_| !self.read_only) {
             let own = || group.apply(mount.as_fd());
             already("chgrp", self.cx.step("chgrp", own)?);
@@ -250,6 +251,17 @@ impl Publishing<'_> {
             let bound = bind::bind(mount.as_fd(), true, place, self.options, self.read_only);
             undo_made(bound, place, made)
         })
+    }
+
+    /// The directory that pods see: the root of the staging mount, or its encrypted
+    /// directory, by the call where the volume was found staged.
+    fn shown(self) -> Result<OwnedFd, Cause> {
+        let mount = open_staged(self.cx, self.record)?;
+        let by_record = self.record.source.encrypted_directory();
+        match self.spec.encrypted.or(by_record) {
+            Some(names) => Ok(FileEncryption::below(mount.as_fd(), names)?.directory()?),
+            None => Ok(mount),
+        }
     }
 
     /// A read-only bind of a device node does not stop a writer who opens it: the

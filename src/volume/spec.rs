@@ -17,7 +17,7 @@ use super::error::Cause;
 use crate::{
     capability::{AccessMode, AccessType, Capability},
     device::{self, Fencing, Source},
-    fs::{FsType, UnsupportedFs, mkfs},
+    fs::{FsType, UnsupportedFs, fscrypt::EncryptedDirectory, mkfs},
     mount::{
         options::{FsOption, MountOptions},
         ownership::{BadGroup, FsGroup},
@@ -184,6 +184,8 @@ pub struct Publish {
     /// Whether a raw volume's descriptor lock is taken also where the agent is not configured
     /// to.
     pub lock: bool,
+    /// The directory of its files, if they are encrypted.
+    pub encrypted: Option<EncryptedDirectory>,
 }
 
 /// `NodePublishVolume` of an inline ephemeral volume: staged at a place of our
@@ -469,6 +471,7 @@ mod tests {
                 group: None,
                 remount: false,
                 lock: false,
+                encrypted: None,
             })
         };
         let mounted = || Use::Mount {

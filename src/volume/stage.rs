@@ -27,6 +27,7 @@ use crate::{
     device::{Attachment, Device, DeviceError, Fencing, ready},
     fs::{
         FsType,
+        fscrypt::{DirectoryState, EncryptedDirectory},
         grow::{self, GrowError},
         probe::FsInfo,
     },
@@ -53,6 +54,20 @@ pub(super) async fn stage(cx: Context<'_>, spec: &Stage) -> Result<Outcome, Caus
         && cx.node.count() > usize::try_from(limit).unwrap_or(usize::MAX)
     {
         return Err(Cause::Full { limit });
+    }
+    if spec.source.encrypted_directory().is_some()
+        && !matches!(
+            spec.usage,
+            Use::Mount {
+                fs: None | Some(FsType::Ext4),
+                ..
+            }
+        )
+    {
+        return Err(Cause::Invalid {
+            field: "volume_capability",
+            why: "the files of the volume are encrypted, so it is mounted, as ext4".to_owned(),
+        });
     }
     cx.refuse_nested(&spec.staging_path, PathOf::staging(&spec.usage))?;
     let (spec, looking) = (spec.clone(), cx.admit_look(&spec.source).await?);
@@ -287,11 +302,14 @@ impl Staging<'_> {
                     self.grow_to_device(device, prepared.fs)?;
                 }
             }
+            if let Some(names) = spec.source.encrypted_directory() {
+                self.unlock(names, device).await?;
+            }
             if !spec.read_only {
                 self.set_root(spec.root)?;
             }
             if let Some(group) = spec.group.filter(|_| !spec.read_only) {
-                self.at_place("chgrp", |place| mounted::own(place, group))?;
+                self.at_place("chgrp", |place| mounted::own(place, &spec.source, group))?;
             }
         } else if record.mounts() {
             self.bind_node(device)?;
@@ -332,7 +350,7 @@ impl Staging<'_> {
                 ..spec.root
             })?;
             if let Some(group) = spec.group {
-                self.at_place("chgrp", |place| mounted::own(place, group))?;
+                self.at_place("chgrp", |place| mounted::own(place, &spec.source, group))?;
             }
         }
         record.phase = Phase::Staged;
@@ -386,6 +404,44 @@ impl Staging<'_> {
         Ok(mounted.dev)
     }
 
+    /// Gives the kernel the key of the volume's files, which are encrypted; makes their
+    /// directory before the first use. To derive a key from a passphrase takes memory and a
+    /// processor, as cryptsetup does.
+    async fn unlock(self, names: EncryptedDirectory, device: &Device) -> Result<(), Cause> {
+        let Self { cx, spec, .. } = self;
+        let (directory, state) = self.at_place("look", |place| {
+            let directory = mounted::encrypted(place, names)?;
+            let state = directory.state()?;
+            Ok((directory, state))
+        })?;
+        let is_new = match state {
+            // A repeat of a stage needs no secret, and so no KMS that answers.
+            DirectoryState::Unlocked => return Ok(()),
+            DirectoryState::Locked => false,
+            DirectoryState::Absent if spec.read_only => {
+                return Err(Cause::precondition(
+                    "its files are to be encrypted, and it is read-only: stage it writable once",
+                ));
+            }
+            DirectoryState::Absent => true,
+        };
+        let (secret, source) = cx.step("key", || {
+            let bound = cx.node.backends.bind(&spec.source);
+            bound.files_secret(device, &cx.volume.id, cx.secrets, is_new)
+        })?;
+        let _admission = cx
+            .admit(&cx.node.config.gates.cryptsetup, &spec.source)
+            .await?;
+        cx.step("unlock", || {
+            let unlocked = if is_new {
+                directory.set_up(&secret, source)
+            } else {
+                directory.unlock(&secret)
+            };
+            Ok(unlocked?)
+        })
+    }
+
     /// Runs a step at the mount point.
     fn at_place<T>(
         self,
@@ -399,7 +455,8 @@ impl Staging<'_> {
         if root == RootAccess::default() {
             return Ok(());
         }
-        self.at_place("chmod", |place| mounted::set_root(place, root))
+        let source = &self.spec.source;
+        self.at_place("chmod", |place| mounted::set_root(place, source, root))
     }
 
     /// Binds the device's node, unless something is mounted there.

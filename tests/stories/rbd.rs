@@ -4,6 +4,7 @@
 
 mod cryptsetup;
 pub mod encrypted;
+mod encrypted_files;
 mod fenced;
 mod growth;
 mod killed;

@@ -70,6 +70,11 @@ pub enum EncryptionError {
         /// Its type, or the option that it needs.
         what: String,
     },
+    /// The key management system only seals passphrases.
+    #[error(
+        "encryptionType `file` takes no KMS that seals passphrases (`kmip`, `aws-metadata`): ceph-csi has no form for that"
+    )]
+    NotForFiles,
     /// The configuration of the key management system is not valid.
     #[error("encryptionKMSID {id:?} in {}: {why}", path.display())]
     Section {
@@ -149,6 +154,12 @@ pub fn passphrase(secrets: &Secrets) -> Result<&Secret, EncryptionError> {
 /// A new passphrase for one volume: 160 random bits.
 pub fn generate() -> Secret {
     let bytes = Zeroizing::new(random::<20>());
+    Secret::new(BASE64_URL_SAFE.encode(*bytes))
+}
+
+/// A new secret for the files of one volume: 512 random bits.
+pub fn generate_for_files() -> Secret {
+    let bytes = Zeroizing::new(random::<64>());
     Secret::new(BASE64_URL_SAFE.encode(*bytes))
 }
 

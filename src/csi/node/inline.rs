@@ -68,6 +68,7 @@ impl NodeService {
                 group: parsed.group,
                 remount: false,
                 lock: false,
+                encrypted: None,
             },
             stage: Stage {
                 name: String::new(),

@@ -21,6 +21,7 @@ use crate::{
         error::DeviceError,
         luks::{self, KeySlots, LuksContent, LuksError, PassphraseOrigin},
     },
+    fs::fscrypt::KeySource,
     kernel::block::BlockDev,
     secret::{Secret, Secrets},
 };
@@ -84,6 +85,35 @@ impl BoundCephImage<'_> {
             _ => String::new(),
         };
         Ok(self.images.kms.get(id, &tenant)?)
+    }
+
+    /// The secret of the image's files, and how it wraps their key: as a key, where the KMS
+    /// keeps one for each volume, or has one for all; as a passphrase, where ceph-csi gives
+    /// volumes their own for block devices alone.
+    pub(super) fn secret_of_files(
+        &self,
+        kms_id: &str,
+        volume_id: &str,
+        secrets: &Secrets,
+        is_new: bool,
+    ) -> Result<(Secret, KeySource), CephImageError> {
+        let kms = if kms_id == DEFAULT_KMS {
+            self.kms(kms_id, None, volume_id)?
+        } else {
+            let kms = |known: &Known<'_>| {
+                let queried = known.queried(&self.images.connections)?;
+                self.kms(kms_id, queried, volume_id)
+            };
+            self.where_it_is(secrets, kms)?.1
+        };
+        if is_new {
+            kms.create_for_files(secrets, volume_id)?;
+        }
+        let source = match kms {
+            Kms::Metadata(_) => KeySource::CustomPassphrase,
+            Kms::Secret | Kms::Sealed(_) | Kms::Service(_) => KeySource::RawKey,
+        };
+        Ok((kms.load_for_files(secrets, volume_id)?, source))
     }
 
     /// Gives the image, which is mapped as `under`, a new passphrase.

@@ -71,6 +71,9 @@ pub enum CephImageError {
         "its passphrase is the secret's, which other volumes have, too; only a KMS that gives each volume its own can rotate it (encryptionKMSID)"
     )]
     OnePassphrase,
+    /// ceph-csi has no rotation of keys for files either.
+    #[error("its files are encrypted (encryptionType `file`), whose key cannot be rotated")]
+    FilesKey,
     /// The copy of a mirrored image has its key slots of an earlier moment.
     #[error(
         "its image is mirrored, and its copy would not open with a new passphrase until it has the new key slot; end the replication, rotate the key, and begin the replication again"

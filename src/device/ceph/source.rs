@@ -18,6 +18,7 @@ use crate::{
         krbd::ImageSpec,
     },
     device::{SourceError, context::VolumeContext, luks},
+    fs::fscrypt::EncryptedDirectory,
     kernel::{Dev, nbd::identifier_of},
     supervisor::NbdOptions,
 };
@@ -42,12 +43,21 @@ pub struct CephSource {
     /// ceph-csi's unmap options for both drivers; kept for the stage file.
     #[serde(default)]
     pub unmapping: String,
-    /// The KMS of the passphrase, if the image is encrypted.
+    /// The KMS of the passphrase, if the image or its files are encrypted.
     pub kms: Option<String>,
+    /// Its files are encrypted, not its block device.
+    #[serde(default)]
+    pub encrypts_files: bool,
     /// Its encryption has options that this driver does not support.
     #[serde(default)]
     pub is_tuned: bool,
 }
+
+/// ceph-csi's directory for files that are encrypted.
+pub const ENCRYPTED_DIRECTORY: EncryptedDirectory = EncryptedDirectory {
+    name: "ceph-csi-encrypted",
+    protector: "ceph-csi",
+};
 
 /// ceph-csi's optional arguments of `luksFormat`. Opening an image that it formatted needs
 /// only the header.
@@ -125,6 +135,7 @@ impl CephSource {
             map_options: MapOptions::default(),
             unmapping: String::new(),
             kms: None,
+            encrypts_files: false,
             is_tuned: false,
         }
     }
@@ -191,7 +202,24 @@ impl CephSource {
             unmapping: unmapping.to_owned(),
             is_tuned: TUNING.iter().any(|key| context.get(key).is_some()),
             kms: kms(context)?,
+            encrypts_files: Self::asks_for_encrypted_files(context),
         })
+    }
+
+    /// Whether the context is that of an image whose files are encrypted.
+    pub fn asks_for_encrypted_files(context: VolumeContext<'_>) -> bool {
+        context.switch("encrypted", false).unwrap_or(false)
+            && context.get("encryptionType") == Some(FILES)
+    }
+
+    /// The KMS of the passphrase of its block device, if that is encrypted.
+    pub fn luks_kms(&self) -> Option<&str> {
+        self.kms.as_deref().filter(|_| !self.encrypts_files)
+    }
+
+    /// The KMS of the secret of its files, if they are encrypted.
+    pub fn files_kms(&self) -> Option<&str> {
+        self.kms.as_deref().filter(|_| self.encrypts_files)
     }
 
     /// Whether the device is this image's, or its decrypted mapping.
@@ -231,16 +259,19 @@ fn image_name(
     }
 }
 
+/// The `encryptionType` of encrypted files.
+const FILES: &str = "file";
+
 fn kms(context: VolumeContext<'_>) -> Result<Option<String>, SourceError> {
     if !context.switch("encrypted", false)? {
         return Ok(None);
     }
     match context.get("encryptionType") {
-        None | Some("block") => {}
+        None | Some("block" | FILES) => {}
         Some(other) => {
             return Err(SourceError {
                 key: "encryptionType".into(),
-                why: format!("{other:?} is not available; `block` is"),
+                why: format!("{other:?} is not available; `block` and `{FILES}` are"),
             });
         }
     }
@@ -342,18 +373,25 @@ mod tests {
             let error = parse(HANDLE, &pairs).unwrap_err();
             assert_eq!(error.key, key);
         }
-        let files = [
-            &BASE[..],
-            &[("encrypted", "true"), ("encryptionType", "file")],
-        ]
-        .concat();
-        assert_eq!(parse(HANDLE, &files).unwrap_err().key, "encryptionType");
-        let encrypted = |key| {
-            parse(
-                HANDLE,
-                &[&BASE[..], &[("encrypted", "true"), (key, "x")]].concat(),
-            )
+        let with = |key, value| {
+            let encrypted = [("encrypted", "true"), (key, value)];
+            parse(HANDLE, &[&BASE[..], &encrypted].concat())
         };
+        let encrypted = |key| with(key, "x");
+        assert_eq!(
+            encrypted("encryptionType").unwrap_err().key,
+            "encryptionType"
+        );
+        let (files, block) = (
+            with("encryptionType", "file"),
+            with("encryptionType", "block"),
+        );
+        let kms = |source: &CephSource| {
+            let own = |id: Option<&str>| id.map(str::to_owned);
+            (own(source.luks_kms()), own(source.files_kms()))
+        };
+        assert_eq!(kms(&files.unwrap()), (None, Some("default".to_owned())));
+        assert_eq!(kms(&block.unwrap()), (Some("default".to_owned()), None));
         assert_eq!(encrypted("integrityMode").unwrap_err().key, "integrityMode");
         assert!(encrypted("encryptionCipher").unwrap().is_tuned);
     }

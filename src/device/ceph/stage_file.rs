@@ -38,7 +38,7 @@ impl CephSource {
                 .to_owned(),
             // ceph-csi unmaps a device of rbd-nbd by it.
             access_type: is_nbd_backed,
-            encrypted: self.kms.is_some(),
+            encrypted: self.luks_kms().is_some(),
             device: node.filter(|_| is_nbd_backed).unwrap_or_default(),
             log_dir: String::new(),
             log_file_strategy: String::new(),

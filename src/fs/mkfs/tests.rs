@@ -130,7 +130,8 @@ fn mkfs_command_lines_make_a_clean_file_system() {
         for (options, zero) in [("", true), ("", false), ("-L name", false)] {
             let scratch = Scratch::new(bytes);
             let options = parse_options(fs, options).unwrap();
-            let line = command(fs, &scratch.device.node, &options, zero);
+            let encrypts_files = fs == FsType::Ext4;
+            let line = command(fs, &scratch.device.node, &options, zero, encrypts_files);
             let made = Command::new(line.program)
                 .args(&line.args)
                 .output()
@@ -199,7 +200,7 @@ fn no_allowed_option_touches_another_file() {
     for (number, args) in allowed {
         let file = std::fs::File::create(&image).unwrap();
         file.set_len(320 << 20).unwrap();
-        let line = command(FsType::ALL[number], &image, &args, true);
+        let line = command(FsType::ALL[number], &image, &args, true, false);
         Command::new(line.program)
             .args(&line.args)
             .current_dir(dir.path())
@@ -345,7 +346,7 @@ fn a_message_has_no_usage() {
         (FsType::Ext4, ["-b", "3"], "block size"),
         (FsType::Btrfs, ["-n", "3"], "3"),
     ] {
-        let command = command(fs, &file, &bad.map(str::to_owned), true);
+        let command = command(fs, &file, &bad.map(str::to_owned), true, false);
         let done = Command::new(command.program)
             .args(&command.args)
             .output()

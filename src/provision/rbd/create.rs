@@ -22,7 +22,7 @@ use super::{
     attempt::Attempt,
     class::{CephPools, Class},
     copies,
-    encryption::{BLOCK, Encryption},
+    encryption::Encryption,
     error::RbdError,
     found::{ClusterConnection, FoundImage, Recorded, handle_of, name_of},
     qos,
@@ -301,8 +301,11 @@ impl<'a> Creation<'a> {
         if !is_same {
             return Err(self.differs("its content source differs".to_owned()));
         }
-        let kms = |encryption: &Option<Encryption>| encryption.as_ref().map(|e| e.kms.clone());
-        if kms(&Encryption::of_journal(entry)?) != kms(&self.class.encryption) {
+        let how = |encryption: &Option<Encryption>| {
+            let encryption = encryption.as_ref();
+            encryption.map(|encryption| (encryption.kms.clone(), encryption.what))
+        };
+        if how(&Encryption::of_journal(entry)?) != how(&self.class.encryption) {
             return Err(self.differs("its encryption differs".to_owned()));
         }
         Ok(())
@@ -316,7 +319,7 @@ impl<'a> Creation<'a> {
             image: self.store.volumes.kind().image(prefix, reserved.uuid),
             journal_pool: reserved.pool_id.map(|_| self.journal.pool_id()),
             kms: encryption.map(|e| e.kms.clone()).unwrap_or_default(),
-            encryption: encryption.map(|_| BLOCK.to_owned()).unwrap_or_default(),
+            encryption: encryption.map_or("", |e| e.what.as_str()).to_owned(),
             owner: self.class.owner.clone(),
             origin: name_of(self.new.source.as_ref()),
             state: journal::CreateState::UnderWay,

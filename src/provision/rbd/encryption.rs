@@ -1,7 +1,11 @@
-//! Volumes that the node encrypts (LUKS), in ceph-csi's format.
+//! Volumes that the node encrypts, in ceph-csi's format: the block device (LUKS), or the
+//! files (fscrypt).
 //!
-//! The journal names the KMS of the passphrase and says that the block device is
-//! encrypted. The image's metadata has the state, [`PREPARED`] until the first stage has
+//! The journal names the KMS of the passphrase and says what is encrypted. Of a volume whose
+//! files are, the image's metadata has nothing: its secret is in a service, under the handle,
+//! or is that of the request or of a Secret.
+//!
+//! Of one whose block device is encrypted, the image's metadata has the state, [`PREPARED`] until the first stage has
 //! formatted the image, then `encrypted`, and the passphrase if it is the volume's own. A
 //! copy has its source's data, so it has the same passphrase, sealed anew under its own
 //! handle; its KMS may be another.
@@ -10,7 +14,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::{
     super::{
-        ProvisionError,
+        ProvisionError, VolumeUse,
         params::{bad, yes_or_no},
     },
     error::RbdError,
@@ -36,10 +40,35 @@ pub struct Encryption {
     pub kms: String,
     /// The namespace of its claim; empty if it is unknown.
     pub tenant: String,
+    /// `encryptionType`.
+    pub what: EncryptionType,
 }
 
-/// The journal's word for encrypted block devices.
-pub const BLOCK: &str = "block";
+/// What is encrypted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EncryptionType {
+    Block,
+    Files,
+}
+
+impl EncryptionType {
+    /// By the word of a class, or of the journal; ceph-csi before 3.8 writes none.
+    fn by_word(word: &str) -> Option<Self> {
+        match word {
+            "" | "block" => Some(Self::Block),
+            "file" => Some(Self::Files),
+            _ => None,
+        }
+    }
+
+    /// The journal's word.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Block => "block",
+            Self::Files => "file",
+        }
+    }
+}
 
 impl Encryption {
     /// The encryption of a class, for a volume of that tenant.
@@ -52,16 +81,9 @@ impl Encryption {
         if encrypted.is_empty() || !yes_or_no("encrypted", encrypted)? {
             return Ok(None);
         }
-        match get("encryptionType") {
-            "" | BLOCK => {}
-            other => {
-                return Err(bad(
-                    "encryptionType",
-                    other,
-                    "this driver supports `block` alone",
-                ));
-            }
-        }
+        let word = get("encryptionType");
+        let what = EncryptionType::by_word(word)
+            .ok_or_else(|| bad("encryptionType", word, "it is `block` or `file`"))?;
         let kms = match get("encryptionKMSID") {
             "" => DEFAULT_KMS,
             id => id,
@@ -69,21 +91,39 @@ impl Encryption {
         Ok(Some(Self {
             kms: kms.to_owned(),
             tenant: tenant.to_owned(),
+            what,
         }))
     }
 
-    /// The encryption of a volume, by the journal. Releases of ceph-csi before 3.8 do not
-    /// record the type, which is its block device.
+    /// The encryption of a volume, by the journal.
     pub fn of_journal(entry: &JournalEntry) -> Result<Option<Self>, RbdError> {
         let (kms, tenant) = (entry.kms.clone(), entry.owner.clone());
-        match entry.encryption.as_str() {
+        match EncryptionType::by_word(&entry.encryption) {
             _ if kms.is_empty() => Ok(None),
-            "" | BLOCK => Ok(Some(Self { kms, tenant })),
-            other => Err(RbdError::EncryptedOtherwise {
+            Some(what) => Ok(Some(Self { kms, tenant, what })),
+            None => Err(RbdError::EncryptedOtherwise {
                 image: entry.image.clone(),
-                how: other.to_owned(),
+                how: entry.encryption.clone(),
             }),
         }
+    }
+
+    /// Refuses uses of a volume whose files are to be encrypted; `file_systems` are those of
+    /// its mounts.
+    pub fn check_uses(
+        &self,
+        uses: &[VolumeUse],
+        file_systems: &[&str],
+    ) -> Result<(), ProvisionError> {
+        let is_raw = uses.iter().any(|volume_use| volume_use.fs_type.is_none());
+        if self.what == EncryptionType::Files
+            && (is_raw || file_systems.iter().any(|fs| *fs != "ext4"))
+        {
+            return Err(ProvisionError::UnsupportedUse(
+                "with encryptionType `file` a volume is mounted, as ext4".to_owned(),
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -107,13 +147,21 @@ impl PassphraseStore<'_> {
 
     /// Refuses a passphrase that the KMS cannot store, before there is an image.
     pub fn check(&self, encryption: &Encryption) -> Result<(), EncryptionError> {
-        self.kms(encryption)?.check(self.secrets)
+        let kms = self.kms(encryption)?;
+        if encryption.what == EncryptionType::Files && matches!(kms, Kms::Sealed(_)) {
+            return Err(EncryptionError::NotForFiles);
+        }
+        kms.check(self.secrets)
     }
 
     /// Records in a blank image's metadata that it is to be encrypted, and stores its
     /// passphrase.
     pub fn prepare(&self, encryption: &Encryption, of: Handled<'_>) -> Result<(), RbdError> {
         let (handle, image) = of;
+        if encryption.what == EncryptionType::Files {
+            let kms = self.kms(encryption)?;
+            return Ok(kms.create_for_files(self.secrets, handle)?);
+        }
         if value_of(&image.metadata_list()?, STATE_KEY).is_some() {
             return Ok(());
         }
@@ -134,8 +182,12 @@ impl PassphraseStore<'_> {
         let to = self.kms(kept.1)?;
         to.check(self.secrets)?;
         let own = self.own(kept.0, source, &source.1.metadata_list()?)?;
-        if matches!(to, Kms::Secret) {
-            let with = to.load(self.secrets, source.0, None)?;
+        let has_one = match (kept.1.what, &to) {
+            (_, Kms::Secret) | (EncryptionType::Files, Kms::Metadata(_)) => true,
+            (_, Kms::Metadata(_) | Kms::Sealed(_) | Kms::Service(_)) => false,
+        };
+        if has_one {
+            let with = to.load_for_files(self.secrets, source.0)?;
             if own.reveal() != with.reveal() {
                 return Err(RbdError::OwnPassphrase(kept.1.kms.clone()));
             }
@@ -156,6 +208,10 @@ impl PassphraseStore<'_> {
         if self.own(kept.0, source, &metadata)?.reveal() != before.reveal() {
             return Err(RbdError::KeyRotated(source.0.to_owned()));
         }
+        if kept.1.what == EncryptionType::Files {
+            let kms = self.kms(kept.1)?;
+            return Ok(kms.store_for_files(self.secrets, copy.0, before)?);
+        }
         if let Some(sealed) = self.kms(kept.1)?.store(self.secrets, copy.0, before)? {
             copy.1.metadata_set(SEALED_KEY, &sealed)?;
         }
@@ -170,8 +226,11 @@ impl PassphraseStore<'_> {
         (handle, _): Handled<'_>,
         metadata: &ImageMetadata,
     ) -> Result<Secret, EncryptionError> {
-        let sealed = value_of(metadata, SEALED_KEY);
-        self.kms(encryption)?.load(self.secrets, handle, sealed)
+        let kms = self.kms(encryption)?;
+        match encryption.what {
+            EncryptionType::Block => kms.load(self.secrets, handle, value_of(metadata, SEALED_KEY)),
+            EncryptionType::Files => kms.load_for_files(self.secrets, handle),
+        }
     }
 
     /// Removes the passphrase of a deleted image from its KMS. If that may succeed later,
@@ -212,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn only_block_encryption_is_supported() {
+    fn the_journal_says_what_is_encrypted() {
         let of = |kms: &str, how: &str| {
             let (kms, encryption) = (kms.to_owned(), how.to_owned());
             Encryption::of_journal(&JournalEntry {
@@ -223,9 +282,12 @@ mod tests {
         };
         assert_eq!(of("", "").unwrap(), None);
         for how in ["", "block"] {
-            assert_eq!(of("k", how).unwrap().unwrap().kms, "k");
+            let read = of("k", how).unwrap().unwrap();
+            assert_eq!((&*read.kms, read.what), ("k", EncryptionType::Block));
         }
-        assert!(of("k", "file").unwrap_err().to_string().contains("file"));
+        let files = of("k", "file").unwrap().unwrap();
+        assert_eq!(files.what, EncryptionType::Files);
+        assert!(of("k", "disk").unwrap_err().to_string().contains("disk"));
     }
 
     #[test]
@@ -237,7 +299,29 @@ mod tests {
         assert_eq!(plain.kms, "default");
         let own = [("encrypted", "true"), ("encryptionKMSID", "meta")];
         assert_eq!(parse(&own).unwrap().unwrap().kms, "meta");
-        let files = parse(&[("encrypted", "true"), ("encryptionType", "file")]);
-        assert!(files.unwrap_err().to_string().contains("encryptionType"));
+        let typed = |word| parse(&[("encrypted", "true"), ("encryptionType", word)]);
+        assert!(
+            typed("disk")
+                .unwrap_err()
+                .to_string()
+                .contains("encryptionType")
+        );
+        let files = typed("file").unwrap().unwrap();
+        let mounted = |fs: &str| {
+            let uses = [VolumeUse {
+                fs_type: Some(fs.to_owned()),
+                many_nodes_write: false,
+            }];
+            files.check_uses(&uses, &[fs])
+        };
+        mounted("ext4").unwrap();
+        mounted("xfs").unwrap_err();
+        let raw = [VolumeUse {
+            fs_type: None,
+            many_nodes_write: false,
+        }];
+        files.check_uses(&raw, &[]).unwrap_err();
+        let block = typed("block").unwrap().unwrap();
+        block.check_uses(&raw, &[]).unwrap();
     }
 }

@@ -197,8 +197,8 @@ pub enum RbdError {
     OwnPassphrase(String),
     /// This driver cannot copy the keys of that encryption.
     #[error(
-        "image {image} is encrypted with encryptionType {how:?}, and this driver supports `block` \
-         alone: copy it with ceph-csi"
+        "image {image} is encrypted with encryptionType {how:?}, and this driver knows `block` and \
+         `file` alone: copy it with ceph-csi"
     )]
     EncryptedOtherwise {
         image: String,

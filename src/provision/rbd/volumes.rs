@@ -32,6 +32,9 @@ impl RbdStore {
         let class = Class::parse(&new.parameters)?;
         let file_systems = Class::file_systems(&new.uses)?;
         class.check_mkfs(&file_systems)?;
+        if let Some(encryption) = &class.encryption {
+            encryption.check_uses(&new.uses, &file_systems)?;
+        }
         let least = least(&file_systems);
         let link = self.link(&class.cluster_id, &new.secrets)?;
         let creation = Creation::new(self, new, &class, &link, least)?;

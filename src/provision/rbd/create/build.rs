@@ -72,7 +72,7 @@ impl Creation<'_> {
     }
 
     /// The encryption of the source, and its passphrase. Fails unless source and copy are
-    /// both encrypted, or neither is.
+    /// both encrypted in the same way, or neither is.
     fn encryption_of(
         &self,
         source: &FoundImage,
@@ -81,7 +81,7 @@ impl Creation<'_> {
         let there = Encryption::of_journal(&source.recorded()?.entry)?;
         match (there, &self.class.encryption) {
             (None, None) => Ok(None),
-            (Some(from), Some(to)) => {
+            (Some(from), Some(to)) if from.what == to.what => {
                 let keeper = self.store.keeper(&self.new.secrets);
                 let key = keeper.of_source((&from, to), (&source.handle, image))?;
                 Ok(Some((from, key)))
@@ -89,7 +89,11 @@ impl Creation<'_> {
             (there, here) => {
                 let name = |encryption: Option<&Encryption>| match encryption {
                     None => "not encrypted".to_owned(),
-                    Some(encryption) => format!("encrypted by KMS {:?}", encryption.kms),
+                    Some(encryption) => format!(
+                        "encrypted (encryptionType {}) by KMS {:?}",
+                        encryption.what.as_str(),
+                        encryption.kms
+                    ),
                 };
                 let (there, here) = (name(there.as_ref()), name(here.as_ref()));
                 Err(RbdError::OtherEncryption { there, here })

@@ -50,12 +50,12 @@ impl Home {
 }
 
 #[tokio::test]
-async fn files_that_are_encrypted_are_not_copied_without_their_keys() {
+async fn a_volume_that_is_encrypted_otherwise_is_not_copied_without_its_key() {
     let Some(home) = Home::new() else { return };
-    let made = home.make(home.volume("files", MIB)).await;
+    let made = home.make(home.volume("otherwise", MIB)).await;
     let keys = [
         ("csi.volume.encryptKMS", "a-kms"),
-        ("csi.volume.encryptionType", "file"),
+        ("csi.volume.encryptionType", "disk"),
     ];
     let io = home.io();
     io.omap_set(&Home::entry(&made.handle), &keys).unwrap();
@@ -117,6 +117,17 @@ async fn an_unconfigured_kms_is_named() {
     let refused = home.rbd.create_volume(new).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Invalid, "{refused}");
     assert!(refused.to_string().contains("kms.json"), "{refused}");
+}
+
+/// A volume whose files are encrypted.
+fn of_files(mut new: NewVolume) -> NewVolume {
+    let kind = ("encryptionType".to_owned(), "file".to_owned());
+    new.parameters.extend([kind]);
+    new.uses = vec![VolumeUse {
+        fs_type: Some("ext4".to_owned()),
+        many_nodes_write: false,
+    }];
+    new
 }
 
 /// A class whose passphrases are in Vault, and another whose are in the metadata.
@@ -210,6 +221,55 @@ async fn a_passphrase_is_in_vault_as_long_as_its_volume_exists() {
 }
 
 #[tokio::test]
+async fn the_secret_of_encrypted_files_goes_with_their_copies() {
+    let Some(there) = VaultHome::new() else {
+        return;
+    };
+    let VaultHome { home, vault } = &there;
+    let volume = |name: &str, kms: &str| of_files(there.volume(name, kms));
+    let made = home.make(volume("one", "vault")).await;
+    let own = vault.passphrase(&made.handle).unwrap();
+    assert_eq!(own.len(), 88, "64 bytes in base64");
+    // Nothing says that the block device is encrypted.
+    assert_eq!(home.metadata_of(&made, STATE_KEY), None);
+    let entry = home
+        .io()
+        .omap_list(&Home::entry(&made.handle), "csi.")
+        .unwrap();
+    assert_eq!(entry["csi.volume.encryptionType"], "file");
+    home.make(volume("one", "vault")).await;
+    assert_eq!(vault.passphrase(&made.handle), Some(own.clone()));
+
+    let mut new = home.snapshot("moment", &made.handle);
+    new.secrets = there.secrets();
+    let snapshot = home.rbd.create_snapshot(new).await.unwrap();
+    let restore = |new: NewVolume| {
+        let source = Some(ContentSource::Snapshot(snapshot.handle.clone()));
+        home.rbd.create_volume(NewVolume { source, ..new })
+    };
+    let restored = restore(volume("restored", "vault")).await.unwrap();
+    for handle in [&snapshot.handle, &restored.handle] {
+        assert_eq!(vault.passphrase(handle), Some(own.clone()), "{handle}");
+    }
+    // Of these KMS the files of all volumes have one secret, which does not open these.
+    for kms in ["own", "default"] {
+        let refused = restore(volume("elsewhere", kms)).await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Invalid, "{kms}: {refused}");
+    }
+    let refused = restore(there.volume("block", "vault")).await.unwrap_err();
+    assert!(
+        refused.to_string().contains("encryptionType file"),
+        "{refused}"
+    );
+    let handles = [&restored.handle, &made.handle];
+    for handle in handles {
+        let delete = home.rbd.delete_volume(handle.clone(), there.secrets());
+        delete.await.unwrap();
+        assert_eq!(vault.passphrase(handle), None, "{handle}");
+    }
+}
+
+#[tokio::test]
 async fn a_delete_waits_for_a_vault_that_does_not_answer() {
     let Some(there) = VaultHome::new() else {
         return;
@@ -261,6 +321,9 @@ async fn a_copy_asks_its_kms_before_and_after() {
     };
     server.mount_secret(&home.dir.path().join("kms-secrets"));
     home.configure_kms(&json!({"kmip": server.section(&[])}));
+    let files = of_files(home.encrypted_by("files", "kmip"));
+    let refused = home.rbd.create_volume(files).await.unwrap_err();
+    assert!(refused.to_string().contains("`kmip`"), "{refused}");
     let made = home.make(home.encrypted_by("one", "kmip")).await;
     assert!(home.metadata_of(&made, SEALED_KEY).is_some());
     assert_eq!(server.requests("Encrypt"), 1);
