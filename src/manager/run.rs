@@ -198,13 +198,16 @@ impl Manager {
     /// Begins what is to be done now. Answers when the next repeat of a failed action is due.
     async fn reconcile(self: &Arc<Self>) -> Option<Instant> {
         let plan = match self.plan().await {
-            Ok((plan, _)) => plan,
+            Ok((plan, actual)) => {
+                let managed = actual.values().filter(|actual| actual.is_managed());
+                self.note_unsettled(&plan, managed.count());
+                plan
+            }
             Err(error) => {
                 tracing::error!(%error, "cannot look at the volumes of this node");
                 return None;
             }
         };
-        self.note_unsettled(&plan);
         for (handle, action) in plan.actions {
             let mut state = self.state();
             let earlier = match state.attempts.remove(&handle) {
@@ -220,8 +223,8 @@ impl Manager {
         plan.due
     }
 
-    /// Notes which volumes are not as desired, and shows it.
-    fn note_unsettled(&self, plan: &Plan) {
+    /// Notes which volumes are not as desired, and shows it. `managed`: how many it has staged.
+    fn note_unsettled(&self, plan: &Plan, managed: usize) {
         let now = Instant::now();
         let mut state = self.state();
         let is_ready = |handle: &String| {
@@ -232,7 +235,7 @@ impl Manager {
             state.unsettled.entry(handle.clone()).or_insert(now);
         }
         let oldest = state.unsettled.values().min().map(|since| now - *since);
-        metrics::wanted_volumes(state.count(plan), oldest.unwrap_or_default());
+        metrics::wanted_volumes(state.count(plan), managed, oldest.unwrap_or_default());
         let now = state.summary(plan);
         self.summary.send_if_modified(|before| {
             let is_other = *before != now;

@@ -66,12 +66,17 @@ pub fn volume_state_changed(from: Option<&'static str>, to: Option<&'static str>
     }
 }
 
-/// Sets how many volumes that files ask for are in each state, and for how long the first of
-/// them has not been as its file asks.
-pub fn wanted_volumes(states: impl IntoIterator<Item = (&'static str, usize)>, oldest: Duration) {
+/// Sets how many volumes that files ask for are in each state, how many are `managed`, and for
+/// how long the first of them has not been as its file asks.
+pub fn wanted_volumes(
+    states: impl IntoIterator<Item = (&'static str, usize)>,
+    managed: usize,
+    oldest: Duration,
+) {
     for (state, volumes) in states {
         gauge!(name::WANTED_VOLUMES, "state" => state).set(as_gauge(volumes));
     }
+    gauge!(name::MANAGED_VOLUMES).set(as_gauge(managed));
     gauge!(name::WANTED_AGE).set(oldest.as_secs_f64());
 }
 

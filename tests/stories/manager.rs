@@ -17,7 +17,11 @@ use testkit::{
     all_loops, can_use_nfs, eventually, kernel_has_nbd, loops_over, run, story,
 };
 
-use super::{nbd::own, operator::Operator};
+use super::{
+    nbd::own,
+    observability::{free_port, get},
+    operator::Operator,
+};
 
 /// A node whose agent follows a directory, and an operator.
 struct Machine {
@@ -28,9 +32,14 @@ struct Machine {
 
 impl Machine {
     async fn start(sandbox: &Sandbox) -> Self {
+        Self::start_with(sandbox, Self::setup(sandbox)).await
+    }
+
+    /// A node with a pool.
+    fn setup(sandbox: &Sandbox) -> NodeSetup {
         let mut setup = NodeSetup::new(sandbox);
         setup.pools = vec![format!("main={},local", sandbox.pool("main").display())];
-        Self::start_with(sandbox, setup).await
+        setup
     }
 
     async fn start_with(sandbox: &Sandbox, setup: NodeSetup) -> Self {
@@ -560,7 +569,10 @@ fn a_file_names_a_volume_of_the_controller() {
 #[test]
 fn systemd_learns_when_the_wanted_volumes_are_there() {
     story(async |sandbox| {
-        let machine = Machine::start(sandbox).await;
+        let port = free_port();
+        let listen = format!("--metrics-listen=127.0.0.1:{port}");
+        let setup = Machine::setup(sandbox).arg(&listen);
+        let machine = Machine::start_with(sandbox, setup).await;
         let node = &machine.node;
         node.kill9().await;
         image(sandbox, "data");
@@ -587,6 +599,16 @@ fn systemd_learns_when_the_wanted_volumes_are_there() {
             "{told}"
         );
         assert_ne!(options_at(&machine.path("data")), "");
+        eventually("one is there and one is not", async || {
+            let metrics = get(port, "/metrics").unwrap_or_default();
+            let has = |line: &str| metrics.lines().any(|it| it == line);
+            let is_it = has("uring_csi_wanted_volumes{state=\"ready\"} 1")
+                && has("uring_csi_wanted_volumes{state=\"failed\"} 1")
+                && has("uring_csi_managed_volumes 1")
+                && !has("uring_csi_wanted_volume_age_seconds 0");
+            is_it.then_some(())
+        })
+        .await;
         image(sandbox, "none");
         while !told.contains("STATUS=2 of 2 volumes ready") {
             told = next();

@@ -35,6 +35,8 @@ metrics! {
         "Volumes that this node holds, by state."
     describe_gauge WANTED_VOLUMES "uring_csi_wanted_volumes" Count
         "Volumes that files of --volumes ask for, or that are still to go, by state."
+    describe_gauge MANAGED_VOLUMES "uring_csi_managed_volumes" Count
+        "Volumes that this node holds because files of --volumes asked for them."
     describe_gauge WANTED_AGE "uring_csi_wanted_volume_age_seconds" Seconds
         "How long the first of these volumes has not been as its file asks; 0 if all are."
     describe_gauge VOLUME_CONDITIONS "uring_csi_volume_conditions" Count
