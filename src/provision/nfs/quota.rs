@@ -12,7 +12,7 @@
 
 use std::{io, str::FromStr};
 
-use rustix::{fd::OwnedFd, fs::Dir};
+use rustix::{fd::OwnedFd, fs::Dir, io::Errno};
 
 use super::below::{self, next_name, open_dir};
 use crate::{
@@ -53,14 +53,21 @@ const HAS_FILES: &str = "it was there before, with files that count in no quota"
 /// Why the volume of a path could not have a quota, if it could not.
 pub fn obstacle(root: &OwnedFd, path: &str) -> io::Result<Option<&'static str>> {
     let (at, is_there) = below::deepest(root, path)?;
-    if !project::is_enforced(&at)? {
-        return Ok(Some(NOT_ENFORCED));
-    }
-    match project::quota(&at, FIRST_ID) {
+    let read = || -> io::Result<bool> {
+        let is_enforced = project::is_enforced(&at)?;
+        if is_enforced {
+            let _ = project::quota(&at, FIRST_ID)?;
+        }
+        Ok(is_enforced)
+    };
+    match read() {
+        // A container's profile may forbid the first call, too.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
             return Ok(Some(NO_PRIVILEGE));
         }
-        read => drop(read?),
+        Ok(false) => return Ok(Some(NOT_ENFORCED)),
+        Ok(true) => {}
+        Err(error) => return Err(error),
     }
     if !is_there {
         return Ok(of(&at)?.is_inherited.then_some(NESTED));
@@ -121,13 +128,13 @@ fn grow(dir: &OwnedFd, id: u32, bytes: u64) -> io::Result<u64> {
     Ok(project::quota(dir, id)?.limit)
 }
 
-/// The limit of a directory; 0: none that is its own, or that the controller may read.
+/// The limit of a directory; 0: none that is its own, or that the controller can read.
 pub fn limit(above: &OwnedFd, dir: &OwnedFd) -> io::Result<u64> {
     let Some(id) = own(above, dir)? else {
         return Ok(0);
     };
     match project::quota(dir, id) {
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(0),
+        Err(error) if is_unavailable(&error) => Ok(0),
         read => Ok(read?.limit),
     }
 }
@@ -136,7 +143,7 @@ pub fn limit(above: &OwnedFd, dir: &OwnedFd) -> io::Result<u64> {
 /// in it stays in its project, which is not free before that is removed.
 pub fn end(above: &OwnedFd, dir: &OwnedFd) -> io::Result<()> {
     if let Some(id) = own(above, dir)? {
-        project::set_limit(dir, id, 0)?;
+        clear(dir, id)?;
         crash_point();
     }
     if of(dir)?.is_inherited {
@@ -159,9 +166,24 @@ pub fn follow(dir: &OwnedFd, place: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Ends the limit of a project whose directory was removed.
+/// Ends the limit of a project. Where that cannot be, it stays, and limits no new volume.
 pub fn clear(share: &OwnedFd, project: u32) -> io::Result<()> {
-    project::set_limit(share, project, 0)
+    match project::set_limit(share, project, 0) {
+        Err(error) if is_unavailable(&error) => {
+            tracing::warn!(project, %error, "the limit of a deleted volume's project stays");
+            Ok(())
+        }
+        done => done,
+    }
+}
+
+/// Whether the controller has no privilege for quotas, or the file system is mounted without
+/// them by now.
+fn is_unavailable(error: &io::Error) -> bool {
+    matches!(
+        Errno::from_io_error(error),
+        Some(Errno::PERM | Errno::NOSYS | Errno::SRCH | Errno::OPNOTSUPP)
+    )
 }
 
 /// The project that is the directory's own.
