@@ -74,7 +74,8 @@ struct BadRecord {
 }
 
 fn is_bad(error: &io::Error) -> bool {
-    error.get_ref().is_some_and(|inner| inner.is::<BadRecord>())
+    let inner = error.get_ref();
+    inner.is_some_and(<dyn std::error::Error + Send + Sync>::is::<BadRecord>)
 }
 
 /// Writes a record of the share.
