@@ -16,7 +16,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Done, error_chain, secret::Secrets};
+use crate::{Done, capability::AccessMode, error_chain, secret::Secrets};
 
 mod blocks;
 mod copy;
@@ -289,8 +289,10 @@ pub struct PublishRequest {
     pub handle: String,
     /// The node's id.
     pub node: String,
-    /// Whether this node is its single writer.
-    pub one_writer: bool,
+    /// Which nodes may have it at once.
+    pub mode: AccessMode,
+    /// Whether the node only reads, whatever the mode.
+    pub read_only: bool,
     /// The volume context.
     pub context: HashMap<String, String>,
     /// The secrets of the storage.

@@ -53,6 +53,9 @@ pub const STARTS_WITHIN: Duration = Duration::from_secs(if cfg!(test) { 2 } else
 
 /// The prefix of a node's id in a volume's entry.
 const NODE: &str = "uring-csi.node.";
+/// A key that each added node changes: of two controllers that add different nodes at once,
+/// one sees that its list of nodes is old.
+const ADDED: &str = "uring-csi.nodes-added";
 
 /// The kind of client by which a node has a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -115,6 +118,9 @@ pub struct NodeEntry {
     /// The node is withdrawn: it may register nothing more.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub withdrawing: bool,
+    /// The node reads the volume, and registers no client.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub read_only: bool,
     /// A new number for each registration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     nonce: Option<Uuid>,
@@ -137,9 +143,18 @@ impl NodeEntry {
         self.write()
     }
 
+    fn publication(&self) -> Publication {
+        if self.read_only {
+            Publication::Reader
+        } else {
+            Publication::Writer
+        }
+    }
+
     /// Whether its node may register a client.
     fn is_open(&self, published: Published) -> bool {
         !self.withdrawing
+            && !self.read_only
             && match published {
                 Published::Now => true,
                 Published::Since(since, or) => self
@@ -185,6 +200,49 @@ pub enum Published {
     /// And has been without a break, by this number, or by a later one whose registration was
     /// not confirmed.
     Since(Uuid, Option<Uuid>),
+}
+
+/// The use for which a volume is published to a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Publication {
+    /// This node alone has it, and writes.
+    Writer,
+    /// This node alone has it, and reads.
+    Reader,
+    /// Several nodes may have it. Such nodes have no entries.
+    Shared,
+}
+
+/// Why a volume is not published to a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Conflict {
+    /// This other node has it.
+    OtherNode(String),
+    /// It is being unpublished from this node.
+    Unpublishing(String),
+    /// The node has it for another use.
+    OtherUse(Publication),
+}
+
+/// The conflict of a publication to the node with the entries of a volume.
+fn conflict(all: &[RegisteredNode], node: &str, wanted: Publication) -> Option<Conflict> {
+    let (own, others): (Vec<_>, Vec<_>) = all.iter().partition(|one| one.node == node);
+    if let Some(own) = own.first() {
+        let there = own.entry.publication();
+        match (own.entry.withdrawing, there == wanted) {
+            (false, true) => return None,
+            (false, false) => return Some(Conflict::OtherUse(there)),
+            (true, false) => return Some(Conflict::Unpublishing(node.to_owned())),
+            (true, true) => {}
+        }
+    }
+    let other = others.into_iter().min_by_key(|one| one.entry.withdrawing)?;
+    let name = other.node.clone();
+    Some(if other.entry.withdrawing {
+        Conflict::Unpublishing(name)
+    } else {
+        Conflict::OtherNode(name)
+    })
 }
 
 /// The nodes of one volume.
@@ -238,26 +296,43 @@ impl RegisteredNodes {
         Ok(all.into_iter().find(|one| one.node == node))
     }
 
-    /// Adds a node, unless it is there; clears its withdrawal.
-    pub fn publish(&self, node: &str) -> Result<(), CephError> {
+    /// Adds a node, unless it is there, or the volume is published otherwise; clears its
+    /// withdrawal.
+    pub fn publish(&self, node: &str, wanted: Publication) -> Result<Option<Conflict>, CephError> {
         let key = format!("{NODE}{node}");
         loop {
-            // An absent key compares as an empty one.
-            let op = WriteOp::new().assert_exists().compare(&key, "");
-            let new = NodeEntry::default().anew();
-            if self.changed(&op.set([(&*key, &*new)]))? {
-                return Ok(());
+            let added = self.added()?;
+            let all = self.list()?;
+            let conflict = conflict(&all, node, wanted);
+            if conflict.is_some() || wanted == Publication::Shared {
+                return Ok(conflict);
             }
-            let Some(there) = self.of_node(node)? else {
-                continue;
+            let there = all.into_iter().find(|one| one.node == node);
+            let (old, new) = match there {
+                Some(there) if !there.entry.withdrawing => return Ok(None),
+                Some(there) => (there.raw, there.entry),
+                // An absent key compares as an empty one.
+                None => (String::new(), NodeEntry::default()),
             };
-            let kept = NodeEntry {
+            let new = NodeEntry {
                 withdrawing: false,
-                ..there.entry.clone()
+                read_only: wanted == Publication::Reader,
+                ..new
             };
-            if !there.entry.withdrawing || self.replace(&there, &kept.anew())? {
-                return Ok(());
+            let (new, next) = (new.anew(), Uuid::new_v4().to_string());
+            let op = WriteOp::new().assert_exists().compare(ADDED, &added);
+            let op = op.compare(&key, &old);
+            if self.changed(&op.set([(&*key, &*new), (ADDED, &*next)]))? {
+                return Ok(None);
             }
+        }
+    }
+
+    /// The value that the last added node left; empty: none did.
+    fn added(&self) -> Result<String, CephError> {
+        match self.pool.omap_get(&self.object, &[ADDED]) {
+            Err(error) if error.is_not_found() => Ok(String::new()),
+            found => Ok(found?.remove(ADDED).unwrap_or_default()),
         }
     }
 

@@ -1,6 +1,6 @@
 use proptest::prelude::*;
 
-use super::*;
+use super::{Publication::Writer, *};
 use crate::ceph::testing::TestPool;
 
 fn client(address: &str) -> CephClient {
@@ -27,7 +27,10 @@ fn a_node_registers_its_client_only_while_published() {
     };
     let uuid = Uuid::new_v4();
     let nodes = RegisteredNodes::of(&io, uuid);
-    assert!(nodes.publish("a").unwrap_err().is_not_found(), "no volume");
+    assert!(
+        nodes.publish("a", Writer).unwrap_err().is_not_found(),
+        "no volume"
+    );
     assert_eq!(nodes.list().unwrap(), []);
     io.omap_set(&entry_of(uuid), &[("csi.volname", "v")])
         .unwrap();
@@ -37,14 +40,14 @@ fn a_node_registers_its_client_only_while_published() {
     };
     assert!(!attach("1:0/1"));
 
-    nodes.publish("a").unwrap();
+    assert_eq!(nodes.publish("a", Writer).unwrap(), None);
     let published = nodes.list().unwrap();
     assert_eq!(
         (published[0].node.as_str(), entry(&published[0])),
         ("a", NodeEntry::default())
     );
     assert!(attach("1:0/1"));
-    nodes.publish("a").unwrap();
+    assert_eq!(nodes.publish("a", Writer).unwrap(), None);
     assert!(
         !nodes.withdraw(&published[0]).unwrap(),
         "it has the volume by now"
@@ -57,7 +60,7 @@ fn a_node_registers_its_client_only_while_published() {
     assert!(nodes.withdraw(&again[0]).unwrap());
     assert!(!attach("1:0/2"));
     assert_eq!(nodes.list().unwrap(), []);
-    nodes.publish("a").unwrap();
+    assert_eq!(nodes.publish("a", Writer).unwrap(), None);
     assert!(!nodes.withdraw(&published[0]).unwrap(), "published anew");
 }
 
@@ -70,7 +73,7 @@ fn a_node_being_unpublished_registers_no_client() {
     let nodes = RegisteredNodes::of(&io, uuid);
     io.omap_set(&entry_of(uuid), &[("csi.volname", "v")])
         .unwrap();
-    nodes.publish("a").unwrap();
+    assert_eq!(nodes.publish("a", Writer).unwrap(), None);
     let since = Uuid::new_v4();
     let starting = NodeEntry {
         since: Some(since),
@@ -100,14 +103,14 @@ fn a_node_being_unpublished_registers_no_client() {
         assert!(!nodes.is_published("a", published).unwrap());
     }
     // Published to again before it was taken out, it goes on.
-    nodes.publish("a").unwrap();
+    assert_eq!(nodes.publish("a", Writer).unwrap(), None);
     assert!(!nodes.withdraw(&last).unwrap());
     assert!(nodes.attach("a", &its, unbroken).unwrap());
     let found = nodes.list().unwrap().pop().unwrap();
     assert_eq!(entry(&found), its);
     let last = nodes.withdraw_soon(&found).unwrap().unwrap();
     assert!(nodes.withdraw(&last).unwrap());
-    nodes.publish("a").unwrap();
+    assert_eq!(nodes.publish("a", Writer).unwrap(), None);
     assert!(!nodes.attach("a", &its, unbroken).unwrap(), "it was broken");
 }
 
@@ -159,6 +162,7 @@ proptest! {
             starting: (which == 0).then_some(starting),
             since: Some(Uuid::new_v4()),
             withdrawing: which == 2,
+            read_only: which == 1,
             nonce: None,
         };
         prop_assert_eq!(NodeEntry::parse(&entry.write()), entry);

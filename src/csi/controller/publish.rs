@@ -23,11 +23,11 @@ impl Controller {
             validate::capability("volume_capability", request.volume_capability.as_ref())?;
         validate::map("volume_context", &request.volume_context)?;
         validate::secrets(&request.secrets)?;
-        let mode = capability.mode;
         let new = PublishRequest {
             handle: request.volume_id,
             node: request.node_id,
-            one_writer: !(request.readonly || mode.reader_only() || mode.multi_node()),
+            mode: capability.mode,
+            read_only: request.readonly,
             context: request.volume_context,
             secrets: request.secrets.into(),
         };

@@ -90,6 +90,32 @@ pub enum RbdError {
         /// The node's id.
         node: String,
     },
+    /// One node may have the volume, and another has it.
+    #[error(
+        "volume {handle:?} is published to node {node:?}, and one node at a time may have it: \
+         unpublish it there first"
+    )]
+    OnOtherNode {
+        handle: String,
+        /// The other node's id.
+        node: String,
+    },
+    /// The unpublish of a node has begun.
+    #[error("volume {handle:?} is being unpublished from node {node:?}; try again")]
+    Unpublishing {
+        handle: String,
+        /// The node's id.
+        node: String,
+    },
+    /// The node has the volume in another access mode.
+    #[error("volume {handle:?} is published to node {node:?} {how}: unpublish it first")]
+    PublishedOtherwise {
+        handle: String,
+        /// The node's id.
+        node: String,
+        /// For which use.
+        how: &'static str,
+    },
     /// A client that no node registered has the image open.
     #[error(
         "image {image} is still in use by {watchers}, which node {node:?} has not registered as its \
@@ -304,6 +330,7 @@ impl RbdError {
             | Self::NoOrphan { .. }
             | Self::Snapshotted { .. }
             | Self::ClientNotRegistered { .. }
+            | Self::OnOtherNode { .. }
             | Self::NoLayering(_)
             | Self::NoExclusiveLock(_)
             | Self::SeveralClusters { .. }
@@ -315,7 +342,9 @@ impl RbdError {
             | Self::OtherGroup { .. }
             | Self::ForeignGroup(_)
             | Self::Foreign { .. }
+            | Self::Unpublishing { .. }
             | Self::StillAttached { .. } => Kind::InUse,
+            Self::PublishedOtherwise { .. } => Kind::Conflict,
             Self::Snapshots { .. } => Kind::Exhausted,
             Self::Lost { .. } | Self::NotSynced(_) => Kind::NotFound,
             Self::NotMeasured { .. } | Self::Resyncing { .. } => Kind::Transient,

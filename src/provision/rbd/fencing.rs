@@ -42,8 +42,8 @@ use crate::{
             rbd::{Image, OpenMode, Watcher},
         },
         fencing::{
-            CephClient, Fence, Fences, PUBLISH_CONTEXT_KEY, RegisteredNode, RegisteredNodes,
-            STARTS_WITHIN, Through, host_of,
+            CephClient, Conflict, Fence, Fences, PUBLISH_CONTEXT_KEY, Publication, RegisteredNode,
+            RegisteredNodes, STARTS_WITHIN, Through, host_of,
         },
     },
     error_chain,
@@ -115,16 +115,28 @@ impl Fencer {
 }
 
 impl RbdStore {
-    /// Registers the node, if the volume has a single writer; returns the publish context.
+    /// Enters the node, if it alone is to have the volume, and refuses what the nodes that have
+    /// it exclude; returns the publish context, which has a single writer register its client.
     pub(super) fn publish_volume(
         &self,
         new: &PublishRequest,
     ) -> Result<BTreeMap<String, String>, ProvisionError> {
         let found = self.volume(&new.handle, &new.secrets)?;
-        let Some(nodes) = nodes_of(&found).filter(|_| new.one_writer) else {
+        let Some(nodes) = nodes_of(&found) else {
             return Ok(BTreeMap::new());
         };
-        nodes.publish(&new.node).map_err(RbdError::from)?;
+        let wanted = match new.mode {
+            mode if mode.multi_node() => Publication::Shared,
+            mode if new.read_only || mode.reader_only() => Publication::Reader,
+            _ => Publication::Writer,
+        };
+        let conflict = nodes.publish(&new.node, wanted).map_err(RbdError::from)?;
+        if let Some(conflict) = conflict {
+            return Err(refusal(new, conflict).into());
+        }
+        if wanted != Publication::Writer {
+            return Ok(BTreeMap::new());
+        }
         let key = (new.handle.clone(), new.node.clone());
         self.fencing.seen().remove(&key);
         lift(&found.pool);
@@ -165,7 +177,12 @@ impl RbdStore {
     ) -> Result<Release, RbdError> {
         let key = (found.handle.clone(), attachment.node.clone());
         let soon = || Release::Pending(still_attached(found, attachment), LOOK_EVERY);
-        let users = users(found, attachment, all)?;
+        // A reader has no client to fence.
+        let users = if attachment.entry.read_only {
+            Vec::new()
+        } else {
+            users(found, attachment, all)?
+        };
         let is_starting = attachment.entry.starting.is_some();
         let withdraw = |last: &RegisteredNode| -> Result<Release, RbdError> {
             if !nodes.withdraw(last)? {
@@ -225,6 +242,22 @@ impl RbdStore {
             seen.fenced = Some(fence.client.address.clone());
         }
         Ok(hears)
+    }
+}
+
+fn refusal(new: &PublishRequest, conflict: Conflict) -> RbdError {
+    let handle = new.handle.clone();
+    match conflict {
+        Conflict::OtherNode(node) => RbdError::OnOtherNode { handle, node },
+        Conflict::Unpublishing(node) => RbdError::Unpublishing { handle, node },
+        Conflict::OtherUse(publication) => RbdError::PublishedOtherwise {
+            handle,
+            node: new.node.clone(),
+            how: match publication {
+                Publication::Reader => "for reading by one node",
+                Publication::Writer | Publication::Shared => "for writing by one node",
+            },
+        },
     }
 }
 

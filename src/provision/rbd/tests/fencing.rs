@@ -2,11 +2,17 @@
 //! what the kernel's client does is told by stories.
 
 use super::*;
-use crate::ceph::{
-    client::rbd::{Image, OpenMode},
-    fencing::{
-        CephClient, Fence, Fences, NodeEntry, Published, RegisteredNodes, STARTS_WITHIN, Starting,
-        Through, host_of,
+use crate::{
+    capability::AccessMode::{
+        self, MultiNodeReader, MultiNodeWriter, SingleNodeReader, SingleNodeSingleWriter,
+        SingleNodeWriter,
+    },
+    ceph::{
+        client::rbd::{Image, OpenMode},
+        fencing::{
+            CephClient, Fence, Fences, NodeEntry, Published, RegisteredNodes, STARTS_WITHIN,
+            Starting, Through, host_of,
+        },
     },
 };
 
@@ -67,15 +73,27 @@ impl Fenced {
         RegisteredNodes::of(&self.home.io(), uuid)
     }
 
-    async fn publish(&self, node: &str, one_writer: bool) -> BTreeMap<String, String> {
+    async fn publish(&self, node: &str) -> BTreeMap<String, String> {
+        self.publish_as(node, SingleNodeWriter, false)
+            .await
+            .unwrap()
+    }
+
+    async fn publish_as(
+        &self,
+        node: &str,
+        mode: AccessMode,
+        read_only: bool,
+    ) -> Result<BTreeMap<String, String>, ProvisionError> {
         let new = PublishRequest {
             handle: self.volume.handle.clone(),
             node: node.to_owned(),
-            one_writer,
+            mode,
+            read_only,
             context: self.volume.context.clone().into_iter().collect(),
             secrets: self.home.secrets(),
         };
-        self.home.rbd.publish_volume(new).await.unwrap()
+        self.home.rbd.publish_volume(new).await
     }
 
     async fn unpublish(&self, node: &str, within: Duration) -> Result<(), ProvisionError> {
@@ -83,6 +101,19 @@ impl Fenced {
         let secrets = self.home.secrets();
         let rbd = &self.home.rbd;
         rbd.unpublish_volume(handle, node, within, secrets).await
+    }
+
+    /// An earlier release did not refuse a second node.
+    fn entry_of_earlier_release(&self, node: &str) {
+        let key = format!("uring-csi.node.{node}");
+        let entry = [(&*key, "null")];
+        self.home.io().omap_set(&self.object(), &entry).unwrap();
+    }
+
+    /// The journal's entry of the volume.
+    fn object(&self) -> String {
+        let handle = &self.volume.handle;
+        format!("csi.volume.{}", &handle[handle.len() - 36..])
     }
 
     fn fences(&self) -> Vec<Fence> {
@@ -104,7 +135,7 @@ async fn a_client_that_keeps_the_image_open_is_fenced_until_it_is_gone() {
     let stranger = it.open();
     assert!(!it.enter("a", &stranger), "not published to it");
     drop(stranger);
-    assert!(it.publish("a", true).await.contains_key("fencing"));
+    assert!(it.publish("a").await.contains_key("fencing"));
     let node = it.open();
     assert!(it.enter("a", &node));
     // The caller is answered when its time is over, and the grace goes on.
@@ -120,10 +151,10 @@ async fn a_client_that_keeps_the_image_open_is_fenced_until_it_is_gone() {
     let fence = it.fences().pop().unwrap();
     assert_eq!((&*fence.node, &fence.client), ("a", &node.client));
     let listed = || it.home.cluster.ceph(&["osd", "blocklist", "ls"]);
-    it.publish("a", true).await;
+    it.publish("a").await;
     assert!(listed().contains(&fence.client.address), "not gone yet");
     Fences::of(&it.home.io()).record_ended(&fence).unwrap();
-    it.publish("a", true).await;
+    it.publish("a").await;
     assert!(!listed().contains(&fence.client.address));
     assert_eq!(it.fences(), []);
 }
@@ -133,7 +164,7 @@ async fn a_client_that_closes_in_time_is_not_fenced() {
     let Some(it) = Fenced::new().await else {
         return;
     };
-    it.publish("a", true).await;
+    it.publish("a").await;
     let node = it.open();
     it.enter("a", &node);
     it.unpublish("a", Duration::ZERO).await.unwrap_err();
@@ -141,18 +172,101 @@ async fn a_client_that_closes_in_time_is_not_fenced() {
     it.unpublish("a", PATIENTLY).await.unwrap();
     assert_eq!(it.fences(), []);
     // Nor is whoever else may have it.
-    it.publish("a", true).await;
-    it.publish("b", true).await;
+    it.publish("a").await;
+    it.entry_of_earlier_release("b");
     let other = it.open();
     it.enter("b", &other);
     it.unpublish("a", Duration::ZERO).await.unwrap();
     assert!(!other.is_fenced());
     drop(other);
     it.unpublish("", PATIENTLY).await.unwrap();
-    assert!(it.publish("a", false).await.is_empty());
+    let shared = it.publish_as("a", MultiNodeWriter, false).await;
+    assert!(shared.unwrap().is_empty());
     let many = it.open();
     it.unpublish("a", Duration::ZERO).await.unwrap();
     assert!(!many.is_fenced());
+}
+
+#[tokio::test]
+async fn one_node_at_a_time_has_a_volume_for_one_node() {
+    let Some(it) = Fenced::new().await else {
+        return;
+    };
+    let fails = async |node, mode, read_only| {
+        let error = it.publish_as(node, mode, read_only).await.unwrap_err();
+        (error.kind(), error.to_string())
+    };
+    it.publish("a").await;
+    it.publish_as("a", SingleNodeSingleWriter, false)
+        .await
+        .unwrap();
+    for (mode, read_only) in [
+        (SingleNodeWriter, false),
+        (SingleNodeReader, false),
+        (MultiNodeReader, true),
+    ] {
+        let (kind, said) = fails("b", mode, read_only).await;
+        assert_eq!(kind, ErrorKind::Precondition, "{said}");
+        assert!(said.contains("\"a\""), "{said}");
+    }
+    for (mode, read_only) in [
+        (SingleNodeWriter, true),
+        (SingleNodeReader, false),
+        (MultiNodeReader, false),
+        (MultiNodeWriter, false),
+    ] {
+        let (kind, said) = fails("a", mode, read_only).await;
+        assert_eq!(kind, ErrorKind::Conflict, "{said}");
+    }
+    // A fail-over waits for the fence of the lost node, and for no longer.
+    let lost = it.open();
+    assert!(it.enter("a", &lost));
+    it.unpublish("a", Duration::ZERO).await.unwrap_err();
+    let (kind, said) = fails("b", SingleNodeWriter, false).await;
+    assert_eq!(kind, ErrorKind::InUse, "{said}");
+    it.unpublish("a", PATIENTLY).await.unwrap();
+    assert!(lost.is_fenced());
+    drop(lost);
+    it.publish("b").await;
+    it.unpublish("b", PATIENTLY).await.unwrap();
+
+    // A reader is fenced by nobody.
+    let reads = it.publish_as("a", SingleNodeReader, false).await;
+    assert!(reads.unwrap().is_empty());
+    let reader = it.open();
+    assert!(!it.enter("a", &reader), "it may not write");
+    let (kind, said) = fails("a", SingleNodeWriter, false).await;
+    assert_eq!(kind, ErrorKind::Conflict, "{said}");
+    let (kind, said) = fails("b", SingleNodeReader, false).await;
+    assert_eq!(kind, ErrorKind::Precondition, "{said}");
+    it.unpublish("a", Duration::ZERO).await.unwrap();
+    assert!(!reader.is_fenced());
+    drop(reader);
+
+    // Of what an earlier release published twice, each repeat is answered.
+    it.publish("a").await;
+    it.entry_of_earlier_release("b");
+    it.publish("a").await;
+    it.publish("b").await;
+    let (kind, said) = fails("c", SingleNodeWriter, false).await;
+    assert_eq!(kind, ErrorKind::Precondition, "{said}");
+    // By hand, as docs/ceph.md has it.
+    let keys = ["uring-csi.node.a", "uring-csi.node.b"];
+    it.home.io().omap_remove(&it.object(), &keys).unwrap();
+    it.publish("c").await;
+}
+
+#[tokio::test]
+async fn of_nodes_that_are_published_to_at_once_one_gets_the_volume() {
+    let Some(it) = Fenced::new().await else {
+        return;
+    };
+    let nodes = ["a", "b", "c", "d"];
+    let publish = |node| it.publish_as(node, SingleNodeWriter, false);
+    let answers = join_all(nodes.map(publish)).await;
+    let published = answers.into_iter().filter(Result::is_ok).count();
+    assert_eq!(published, 1);
+    assert_eq!(it.nodes().list().unwrap().len(), 1);
 }
 
 #[tokio::test]
@@ -160,7 +274,7 @@ async fn an_unregistered_client_is_named() {
     let Some(it) = Fenced::new().await else {
         return;
     };
-    it.publish("a", true).await;
+    it.publish("a").await;
     let stranger = it.open();
     let refused = it.unpublish("a", PATIENTLY).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Precondition);
@@ -185,14 +299,14 @@ async fn a_starting_client_is_waited_for_and_not_registered_any_more() {
     let Some(it) = Fenced::new().await else {
         return;
     };
-    it.publish("a", true).await;
+    it.publish("a").await;
     let nodes = it.nodes();
     let begins = || nodes.attach("a", &starting("10.0.0.5"), Published::Now);
     assert!(begins().unwrap());
     let waits = it.unpublish("a", Duration::ZERO).await.unwrap_err();
     assert_eq!(waits.kind(), ErrorKind::InUse, "though nobody watches");
     assert!(!begins().unwrap(), "it is being unpublished");
-    it.publish("a", true).await;
+    it.publish("a").await;
     assert!(begins().unwrap());
     let begun = std::time::Instant::now();
     it.unpublish("a", PATIENTLY).await.unwrap();
@@ -205,7 +319,7 @@ async fn the_only_starting_client_of_a_lost_node_is_fenced() {
     let Some(it) = Fenced::new().await else {
         return;
     };
-    it.publish("a", true).await;
+    it.publish("a").await;
     let node = it.open();
     let host = host_of(&node.client.address);
     let nodes = it.nodes();
@@ -216,7 +330,7 @@ async fn the_only_starting_client_of_a_lost_node_is_fenced() {
         assert_eq!(refused.kind(), ErrorKind::Precondition, "{refused}");
         assert!(!node.is_fenced());
         drop(others);
-        it.publish("a", true).await;
+        it.publish("a").await;
     }
     assert!(nodes.attach("a", &starting(host), Published::Now).unwrap());
     it.unpublish("a", PATIENTLY).await.unwrap();
