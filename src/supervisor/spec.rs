@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::NbdOptions;
 use crate::ceph::{
-    csi_format::map_options::{OptionError, is_text},
+    csi_format::map_options::{OptionError, is_spec_part, is_text},
     krbd::ImageSpec,
 };
 
@@ -79,8 +79,7 @@ impl Spec {
             ..
         } = &self.image;
         // POOL/[NAMESPACE/]IMAGE[@SNAPSHOT] is parted at the first of each.
-        let part =
-            |text: &str| is_text(text) && !text.starts_with('-') && !text.contains(['/', '@']);
+        let part = is_spec_part;
         // An entry may have a list of its own: all of them become one.
         let host = |text: &String| is_text(text) && !text.contains(char::is_whitespace);
         let parts = [

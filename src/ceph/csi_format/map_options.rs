@@ -119,6 +119,16 @@ pub fn is_text(text: &str) -> bool {
     !text.is_empty() && !text.chars().any(char::is_control)
 }
 
+/// Whether a spec, `POOL/NAMESPACE/IMAGE@SNAPSHOT`, takes the text as one of its names.
+pub fn is_spec_part(text: &str) -> bool {
+    is_text(text) && !text.starts_with('-') && !text.contains(['/', '@'])
+}
+
+/// Whether krbd and rbd-nbd both map an image of this name.
+pub fn is_image_name(text: &str) -> bool {
+    is_spec_part(text) && is_word(text)
+}
+
 impl fmt::Display for MapOption {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.value {

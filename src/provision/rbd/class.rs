@@ -17,7 +17,7 @@ use super::{
 };
 use crate::ceph::{
     client::rbd::{Features, ImageOptions},
-    csi_format::map_options::{KRBD, MapOptions, NbdOptions, OptionError, part_for},
+    csi_format::map_options::{KRBD, MapOptions, NbdOptions, OptionError, is_image_name, part_for},
 };
 
 /// A parsed storage class.
@@ -81,7 +81,8 @@ impl Class {
                 "stripeUnit" => unit = Some(number("stripeUnit", value)?),
                 "stripeCount" => count = Some(number("stripeCount", value)?),
                 "volumeNamePrefix" => {
-                    class.name_prefix = Some(full("volumeNamePrefix", value)?);
+                    check_name_prefix("volumeNamePrefix", value)?;
+                    class.name_prefix = Some(value.clone());
                 }
                 "topologyConstrainedPools" => class.constrained = topology::parse(value)?,
                 "imageFormat" if value != "2" => {
@@ -301,6 +302,16 @@ fn full(name: &'static str, value: &str) -> Result<String, ProvisionError> {
         "" => Err(bad(name, value, "it is required, and must not be empty")),
         value => Ok(value.to_owned()),
     }
+}
+
+/// Refuses a prefix of names that nodes could not map.
+pub fn check_name_prefix(name: &'static str, value: &str) -> Result<(), ProvisionError> {
+    if is_image_name(value) {
+        return Ok(());
+    }
+    let why = "it must not be empty, begin with `-`, or have `/`, `@`, blanks or control \
+               characters: nodes could not map the image";
+    Err(bad(name, value, why))
 }
 
 /// librbd's object sizes: powers of two, of an `order` from 12 to 25.

@@ -19,7 +19,7 @@ use super::{
     },
     RbdStore,
     attempt::Attempt,
-    class::pass_over,
+    class::{check_name_prefix, pass_over},
     error::RbdError,
     found::{ClusterConnection, FoundImage, found, handle_of},
     snapshots::show_snapshot,
@@ -62,6 +62,7 @@ impl<'a> GroupClass<'a> {
         const KNOWN: [&str; 3] = ["clusterID", "pool", "groupNamePrefix"];
         for (name, value) in given {
             match KNOWN.into_iter().find(|known| known == name) {
+                Some(known @ "groupNamePrefix") => check_name_prefix(known, value)?,
                 Some(known) if value.is_empty() => {
                     return Err(bad(known, value, "it must not be empty"));
                 }

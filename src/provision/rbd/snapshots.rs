@@ -8,7 +8,7 @@ use super::{
     super::{NewSnapshot, ProvisionError, SnapshotInfo, params::bad, serialized::snapshot_named},
     RbdStore,
     attempt::Attempt,
-    class::pass_over,
+    class::{check_name_prefix, pass_over},
     copies,
     encryption::Encryption,
     error::RbdError,
@@ -324,6 +324,7 @@ fn name_prefix(new: &NewSnapshot) -> Result<Option<&str>, ProvisionError> {
     let own = |name: &String| !name.starts_with("csi.storage.k8s.io/");
     for (name, value) in new.parameters.iter().filter(|(name, _)| own(name)) {
         match KNOWN.into_iter().find(|known| known == name) {
+            Some(known @ "snapshotNamePrefix") => check_name_prefix(known, value)?,
             Some(known) if value.is_empty() => {
                 return Err(bad(known, value, "it must not be empty"));
             }

@@ -3,7 +3,10 @@
 use std::collections::BTreeMap;
 
 use super::*;
-use crate::ceph::client::rbd::{Image, OpenMode};
+use crate::{
+    ceph::client::rbd::{Image, OpenMode},
+    provision::NewGroupSnapshot,
+};
 
 const CLAIM: &str = "csi.storage.k8s.io/pvc/name";
 const CLUSTER: &str = "csi.ceph.com/cluster/name";
@@ -94,6 +97,35 @@ async fn images_have_the_names_of_their_own_objects() {
     );
     let copy = home.make(copy).await;
     assert_eq!(home.names(&home.image_of(&copy.handle)), of_volume("copy"));
+}
+
+#[tokio::test]
+async fn a_prefix_that_no_node_maps_is_refused() {
+    let Some(home) = Home::new() else { return };
+    let invalid = |name: &str, error: ProvisionError| {
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+        assert!(error.to_string().contains(name), "{error}");
+    };
+    let prefix = |name: &str| (name.to_owned(), "team/".to_owned());
+    let mut new = home.volume("one", MIB);
+    let made = home.make(new.clone()).await;
+    "two".clone_into(&mut new.name);
+    new.parameters.extend([prefix("volumeNamePrefix")]);
+    let refused = home.rbd.create_volume(new).await;
+    invalid("volumeNamePrefix", refused.unwrap_err());
+    let mut new = home.snapshot("moment", &made.handle);
+    new.parameters.extend([prefix("snapshotNamePrefix")]);
+    let refused = home.rbd.create_snapshot(new).await;
+    invalid("snapshotNamePrefix", refused.unwrap_err());
+    let new = NewGroupSnapshot {
+        name: "group".to_owned(),
+        volumes: vec![made.handle],
+        parameters: HashMap::from([prefix("groupNamePrefix")]),
+        secrets: home.secrets(),
+    };
+    let refused = home.rbd.create_group_snapshot(new).await;
+    invalid("groupNamePrefix", refused.unwrap_err());
+    assert_eq!(home.images().len(), 1);
 }
 
 #[tokio::test]
