@@ -169,6 +169,19 @@ impl RbdStore {
         class: &GroupClass<'_>,
     ) -> Result<Vec<FoundImage>, ProvisionError> {
         let handles: BTreeSet<_> = new.volumes.iter().collect();
+        // Before any connection: the class's user may be none of another cluster.
+        let mut first = class.cluster_id.map(|id| vec![id.to_owned()]);
+        for handle in &handles {
+            let may_have = self.clusters_of(handle)?;
+            let allowed = first.get_or_insert_with(|| may_have.clone());
+            if let Some(cluster_id) = allowed.first()
+                && !may_have.is_empty()
+                && !may_have.iter().any(|id| allowed.contains(id))
+            {
+                let (handle, cluster_id) = ((*handle).clone(), cluster_id.clone());
+                return Err(RbdError::SeveralClusters { handle, cluster_id }.into());
+            }
+        }
         let mut sources: Vec<FoundImage> = Vec::new();
         for handle in handles {
             let source = self.volume(handle, &new.secrets)?;

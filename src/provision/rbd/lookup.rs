@@ -31,6 +31,23 @@ use crate::{
 };
 
 impl RbdStore {
+    /// The clusters that may have the image of a volume's or snapshot's handle: its own, and
+    /// those to which it may have failed over. Empty: the handle is not this driver's.
+    pub(super) fn clusters_of(&self, handle: &str) -> Result<Vec<String>, RbdError> {
+        Ok(match handle.parse() {
+            Ok(CephVolumeHandle::Journaled(handle)) => {
+                let places = self.mappings.of(handle.cluster_id(), handle.pool_id())?;
+                let others = places.into_iter().map(|(cluster_id, _)| cluster_id);
+                [handle.cluster_id().to_owned()]
+                    .into_iter()
+                    .chain(others)
+                    .collect()
+            }
+            Ok(CephVolumeHandle::Migrated(handle)) => vec![handle.cluster_id().to_owned()],
+            Err(_) => Vec::new(),
+        })
+    }
+
     /// All images of a volume's handle, that of its own cluster first, for a delete. Empty:
     /// no image exists, or the handle is not this driver's.
     pub(super) fn all_of_volume(

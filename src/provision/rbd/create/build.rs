@@ -32,17 +32,18 @@ pub struct CopySource {
 impl Creation<'_> {
     /// Finds the source, and flattens it where its chain is too long for a copy.
     pub(super) fn origin(&self) -> Result<Option<CopySource>, ProvisionError> {
-        let store = self.store;
-        let found = match &self.new.source {
-            None => return Ok(None),
-            Some(ContentSource::Snapshot(handle)) => store.snapshot(handle, &self.new.secrets)?,
-            Some(ContentSource::Volume(handle)) => store.volume(handle, &self.new.secrets)?,
+        let (store, secrets) = (self.store, &self.new.secrets);
+        let Some(source) = &self.new.source else {
+            return Ok(None);
         };
-        let there = &found.link.config.cluster_id;
-        if *there != self.class.cluster_id {
-            let (there, here) = (there.clone(), self.class.cluster_id.clone());
-            return Err(RbdError::OtherCluster { there, here }.into());
-        }
+        let (ContentSource::Snapshot(handle) | ContentSource::Volume(handle)) = source;
+        // Before any connection: the class's user may be none of the source's cluster.
+        self.check_cluster(&store.clusters_of(handle)?)?;
+        let found = match source {
+            ContentSource::Snapshot(_) => store.snapshot(handle, secrets)?,
+            ContentSource::Volume(_) => store.volume(handle, secrets)?,
+        };
+        self.check_cluster(std::slice::from_ref(&found.link.config.cluster_id))?;
         let image = match found.open(OpenMode::ReadOnly) {
             Err(RbdError::Lost { handle, .. }) => {
                 return Err(match &self.new.source {
@@ -69,6 +70,18 @@ impl Creation<'_> {
             encryption,
             foreign: foreign(&metadata),
         }))
+    }
+
+    /// Refuses a source whose cluster is not that of the class.
+    fn check_cluster(&self, may_have: &[String]) -> Result<(), RbdError> {
+        let here = &self.class.cluster_id;
+        match may_have {
+            [there, ..] if !may_have.contains(here) => Err(RbdError::OtherCluster {
+                there: there.clone(),
+                here: here.clone(),
+            }),
+            _ => Ok(()),
+        }
     }
 
     /// The encryption of the source, and its passphrase. Fails unless source and copy are

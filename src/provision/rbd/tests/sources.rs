@@ -1,6 +1,7 @@
 //! What a name's volume is made of, as its repeats ask for it.
 
 use super::*;
+use crate::{ceph::csi_format::handle::Handle, provision::NewGroupSnapshot};
 
 /// A volume that has a snapshot.
 struct Origins {
@@ -63,6 +64,51 @@ async fn a_repeat_asks_for_the_same_source() {
                 assert_eq!(refused.kind(), ErrorKind::Conflict, "{refused}");
             }
         }
+    }
+}
+
+#[tokio::test]
+async fn a_source_in_another_cluster_is_refused_without_its_user() {
+    let Some(origins) = Origins::new().await else {
+        return;
+    };
+    let home = &origins.home;
+    // Nothing answers there.
+    let config = serde_json::json!([
+        {"clusterID": "ceph", "monitors": &home.cluster.monitors},
+        {"clusterID": "away", "monitors": ["127.0.0.1:1"]},
+    ]);
+    std::fs::write(home.dir.path().join("config.json"), config.to_string()).unwrap();
+    let away = |handle: &str| {
+        let handle: Handle = handle.parse().unwrap();
+        let away = Handle::new("away", handle.pool_id(), handle.uuid());
+        away.unwrap().to_string()
+    };
+    let [
+        _,
+        Some(ContentSource::Volume(volume)),
+        Some(ContentSource::Snapshot(snapshot)),
+    ] = origins.sources()
+    else {
+        panic!("a volume and a snapshot");
+    };
+    for source in [
+        ContentSource::Volume(away(volume)),
+        ContentSource::Snapshot(away(snapshot)),
+    ] {
+        let refused = origins.create("copy", Some(&source)).await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Invalid, "{refused}");
+        assert!(refused.to_string().contains("\"away\""), "{refused}");
+    }
+    for class in [HashMap::new(), home.volume("v", MIB).parameters] {
+        let new = NewGroupSnapshot {
+            name: "group".to_owned(),
+            volumes: vec![volume.clone(), away(volume)],
+            parameters: class,
+            secrets: home.secrets(),
+        };
+        let refused = home.rbd.create_group_snapshot(new).await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Precondition, "{refused}");
     }
 }
 
