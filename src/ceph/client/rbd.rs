@@ -171,6 +171,12 @@ pub fn list(io: &IoCtx) -> Result<Vec<ImageName>, CephError> {
     Ok(names)
 }
 
+/// Whether images can be created in the namespace: one has a directory from the start, the
+/// pool's own gets it with the first image.
+pub fn has_namespace(io: &IoCtx) -> Result<bool, CephError> {
+    Ok(io.namespace().is_empty() || io.exists("rbd_directory")?)
+}
+
 /// Creates a namespace for images in the pool.
 #[cfg(test)]
 pub fn create_namespace(io: &IoCtx, namespace: &str) -> Result<(), CephError> {

@@ -114,9 +114,10 @@ impl<'a> Creation<'a> {
             {
                 return Ok(volume);
             }
+            let pool = self.pool_of(&self.pools.image)?;
+            self.check_namespace(&pool)?;
             let origin = self.origin()?;
             let bytes = self.bytes(origin.as_ref())?;
-            let pool = self.pool_of(&self.pools.image)?;
             let wanted = NameEntry {
                 uuid: Uuid::new_v4(),
                 pool_id: (pool.pool_id() != self.journal.pool_id()).then(|| pool.pool_id()),
@@ -160,6 +161,19 @@ impl<'a> Creation<'a> {
             return Ok(self.journal.clone());
         }
         self.link.named_pool(name)
+    }
+
+    /// Refuses a namespace in which librbd creates no image: the journal's objects would be
+    /// created in any.
+    fn check_namespace(&self, pool: &IoCtx) -> Result<(), RbdError> {
+        if rbd::has_namespace(pool)? {
+            return Ok(());
+        }
+        Err(RbdError::NoNamespace {
+            cluster_id: self.link.config.cluster_id.clone(),
+            namespace: pool.namespace().to_owned(),
+            pool: pool.pool().to_owned(),
+        })
     }
 
     fn attempt<'s>(&'s self, pool: &'s IoCtx, reserved: NameEntry) -> Attempt<'s> {

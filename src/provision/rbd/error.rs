@@ -52,6 +52,16 @@ pub enum RbdError {
     /// The class names a pool that the cluster does not have.
     #[error("cluster {cluster_id:?} has no pool {pool:?} that this user may see")]
     NoPool { cluster_id: String, pool: String },
+    /// The configuration names a RADOS namespace that the pool does not have.
+    #[error(
+        "cluster {cluster_id:?} has radosNamespace {namespace:?} in its configuration, and pool \
+         {pool:?} has no such namespace: create it (rbd namespace create)"
+    )]
+    NoNamespace {
+        cluster_id: String,
+        namespace: String,
+        pool: String,
+    },
     /// There is no connection to the cluster.
     #[error("cluster {cluster_id:?}")]
     Cluster {
@@ -309,6 +319,7 @@ impl RbdError {
             },
             Self::Secrets(_)
             | Self::NoPool { .. }
+            | Self::NoNamespace { .. }
             | Self::LongId(_)
             | Self::OtherCluster { .. }
             | Self::OtherEncryption { .. }

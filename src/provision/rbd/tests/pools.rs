@@ -2,6 +2,7 @@
 //! them when one of the two is deleted.
 
 use super::*;
+use crate::ceph::client::rbd::create_namespace;
 
 /// One that has its image in `pool`, and its name in the home's own.
 fn apart(home: &Home, pool: &str, name: &str) -> NewVolume {
@@ -10,6 +11,28 @@ fn apart(home: &Home, pool: &str, name: &str) -> NewVolume {
     let journal = journal.expect("a pool");
     new.parameters.insert("journalPool".to_owned(), journal);
     new
+}
+
+#[tokio::test]
+async fn a_missing_namespace_is_named_and_nothing_is_made() {
+    let Some(home) = Home::new() else { return };
+    let config = serde_json::json!([{
+        "clusterID": "ceph",
+        "monitors": &home.cluster.monitors,
+        "rbd": {"radosNamespace": "tenant"},
+    }]);
+    std::fs::write(home.dir.path().join("config.json"), config.to_string()).unwrap();
+    let refused = home.rbd.create_volume(home.volume("v", MIB)).await;
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Invalid, "{refused}");
+    let said = refused.to_string();
+    assert!(said.contains("radosNamespace \"tenant\""), "{said}");
+    assert!(said.contains(&home.pool), "{said}");
+    let objects = home.cluster.rados(&home.pool, &["ls", "--all"]);
+    assert!(!objects.contains("tenant"), "{objects}");
+    create_namespace(&home.io(), "tenant").unwrap();
+    let made = home.make(home.volume("v", MIB)).await;
+    home.delete(&made.handle).await.unwrap();
 }
 
 fn remove_pool(home: &Home, pool: &str) {
