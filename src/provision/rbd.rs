@@ -72,6 +72,7 @@ mod qos;
 mod replication;
 mod snapshots;
 mod store;
+mod temporary_group;
 mod topology;
 mod trash;
 mod volumes;

@@ -261,6 +261,17 @@ pub enum RbdError {
          or does not run"
     )]
     NotMeasured { what: String },
+    /// A group snapshot of the image is being taken, or was given up.
+    #[error(
+        "a group snapshot of image {image} is being taken, or was given up (group {group:?}); try \
+         again; if it was given up, uringctl orphans --remove ends it"
+    )]
+    GroupSnapshotUnderWay {
+        /// The image, with its pool.
+        image: String,
+        /// The temporary group's name.
+        group: String,
+    },
     /// The image belongs to a group.
     #[error(
         "image {image} is a member of group {group:?}; remove it from the group before the delete \
@@ -353,6 +364,7 @@ impl RbdError {
             | Self::OtherGroup { .. }
             | Self::ForeignGroup(_)
             | Self::Foreign { .. }
+            | Self::GroupSnapshotUnderWay { .. }
             | Self::Unpublishing { .. }
             | Self::StillAttached { .. } => Kind::InUse,
             Self::PublishedOtherwise { .. } => Kind::Conflict,

@@ -23,6 +23,7 @@ use super::{
     error::RbdError,
     found::{ClusterConnection, FoundImage, found, handle_of},
     snapshots::show_snapshot,
+    temporary_group::temporary,
 };
 use crate::{
     ceph::{
@@ -40,13 +41,6 @@ use crate::{
 };
 
 mod cut;
-
-/// The end of the name of the group in Ceph that exists while the snapshots are taken.
-pub const TEMPORARY: &str = "-vg";
-
-fn temporary(group: &str) -> String {
-    format!("{group}{TEMPORARY}")
-}
 
 /// The parameters of a group snapshot class, as ceph-csi has them.
 struct GroupClass<'a> {

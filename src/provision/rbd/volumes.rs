@@ -16,6 +16,7 @@ use super::{
     image_size,
     metadata::set_metadata,
     qos::{self, QosLimits},
+    temporary_group::is_temporary,
 };
 use crate::{
     ceph::{
@@ -86,7 +87,11 @@ impl RbdStore {
         if header.is_grouped()? {
             let (image, open) = (found.path(), found.open(OpenMode::ReadOnly)?);
             let group = open.group()?;
-            return Err(RbdError::Grouped { image, group });
+            return Err(if is_temporary(&group) {
+                RbdError::GroupSnapshotUnderWay { image, group }
+            } else {
+                RbdError::Grouped { image, group }
+            });
         }
         if !found.stands_in && !header.is_mirrored()? && header.watching()?.is_empty() {
             return Ok(Removal::All);

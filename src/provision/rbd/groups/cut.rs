@@ -15,8 +15,9 @@ use super::{
         encryption::Encryption,
         error::RbdError,
         found::{FoundImage, handle_of},
+        temporary_group::temporary,
     },
-    GroupPlace, temporary,
+    GroupPlace,
 };
 use crate::{
     ceph::{

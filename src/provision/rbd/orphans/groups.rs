@@ -8,7 +8,7 @@ use super::{
     super::{
         super::{Orphan, OrphanKind as Kind, ProvisionError},
         error::RbdError,
-        groups::TEMPORARY,
+        temporary_group::TEMPORARY,
     },
     NamedGroup, Survey,
     look::{Candidate, Subject},

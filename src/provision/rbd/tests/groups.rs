@@ -82,6 +82,30 @@ pub(super) fn image_of(snapshot: &SnapshotInfo) -> String {
 }
 
 #[tokio::test]
+async fn a_delete_waits_for_the_group_snapshot_under_way() {
+    let Some(home) = Home::new() else { return };
+    let volume = home.lockable("one").await;
+    let (io, image) = (home.io(), &volume.context["imageName"]);
+    let temporary = format!("csi-vol-group-{}-vg", uuid::Uuid::new_v4());
+    for (name, kind, word) in [
+        (&*temporary, ErrorKind::InUse, "uringctl orphans"),
+        (
+            "by-hand-vg",
+            ErrorKind::Precondition,
+            "rbd group image remove",
+        ),
+    ] {
+        group::create(&io, name).unwrap();
+        group::add_image(&io, name, &io, image).unwrap();
+        let refused = home.delete(&volume.handle).await.unwrap_err();
+        assert_eq!(refused.kind(), kind, "{refused}");
+        assert!(refused.to_string().contains(word), "{refused}");
+        group::remove(&io, name).unwrap();
+    }
+    home.delete(&volume.handle).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_group_snapshot_is_made_looked_up_and_deleted_as_a_whole() {
     let Some(home) = Home::new() else { return };
     let volumes = [home.lockable("one").await, home.lockable("two").await];
