@@ -3,13 +3,14 @@
 //!
 //! ```text
 //! csi.volume.<uuid>   uring-csi.node.<node>  →  the node's entry, as JSON
+//!                     uring-csi.nodes-added  →  a new number for each added node
 //! uring-csi.fenced    <address>              →  the fence, as JSON
 //! ```
 //!
 //! The controller writes the first key: it adds a node when the volume is published to it,
-//! and removes the node after the unpublish. In between, the node registers its client
-//! before it writes a byte, if the volume is still published to it: each change compares
-//! the old value in the same step, so that a late node is refused.
+//! unless another node has it, and removes the node after the unpublish. In between, the
+//! node registers its client before it writes a byte, if the volume is still published to
+//! it: each change compares the old value in the same step, so that a late node is refused.
 //!
 //! The kernel's client exists before it writes. A process of rbd-nbd learns its client id
 //! only when it serves. So it is registered twice, as starting and then by its address,
@@ -25,7 +26,7 @@
 //! Each registration has a number of its own, so that a comparison never takes a newer one
 //! for the one that was read.
 //!
-//! The controller writes the second key, the fence, and lifts it once the node reports
+//! The controller writes the last key, the fence, and lifts it once the node reports
 //! that the client has ended ([`Fences::record_ended`]). Only the node knows that: a client
 //! that cannot reach its cluster may hold data as long as its kernel runs.
 
