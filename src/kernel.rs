@@ -30,6 +30,7 @@ pub mod loopctl;
 pub mod mounts;
 #[cfg(feature = "node")]
 pub mod nbd;
+pub mod net_namespace;
 #[cfg(feature = "controller")]
 pub mod page_cache;
 #[cfg(feature = "holder")]

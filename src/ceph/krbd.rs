@@ -47,7 +47,7 @@ use crate::{
         csi_format::map_options::MapOptions,
     },
     crash_point, digest,
-    kernel::{Dev, busy, keys::ThreadKey, sysfs},
+    kernel::{Dev, busy, keys::ThreadKey, net_namespace::within, sysfs},
 };
 
 mod error;
@@ -153,6 +153,9 @@ pub struct Wanted<'a> {
     pub location: Option<&'a str>,
     /// The device refuses writes.
     pub read_only: bool,
+    /// The file of the network namespace in which the driver reaches the cluster; none: the
+    /// agent's own.
+    pub net_namespace: Option<&'a Path>,
 }
 
 /// Whether this image is mapped as `dev`. Waits for nothing.
@@ -197,7 +200,9 @@ impl Mapper {
         let mark = Mark::new(&image.cluster_id, wanted.volume_id);
         let line = line::of(wanted, &mark)?;
         greeting.wait()?;
-        write_with_key(&line, &mark, wanted.credentials)
+        let write = || write_with_key(&line, &mark, wanted.credentials);
+        within(wanted.net_namespace, write)
+            .map_err(failed("enter", entered(wanted.net_namespace)))?
             .map_err(|error| KrbdError::of_map(image, &wanted.credentials.user, error))?;
         let device = marked(image, &mark)?;
         Ok((device, Done::Now))
@@ -227,6 +232,14 @@ impl Mapper {
             }
         }
     }
+}
+
+/// A network namespace, in words for errors.
+fn entered(file: Option<&Path>) -> String {
+    format!(
+        "network namespace {}",
+        file.unwrap_or_else(|| Path::new("")).display()
+    )
 }
 
 /// Removes the lock file while it is held: an agent that opened it before looks again.

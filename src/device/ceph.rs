@@ -224,16 +224,8 @@ impl CephImages {
 
     fn cluster(&self, cluster_id: &str) -> Result<ClusterConfig, CephImageError> {
         let clusters = self.clusters.as_ref();
-        let cluster = clusters
-            .ok_or(CephImageError::NotConfigured)?
-            .get(cluster_id)?;
-        match cluster.net_namespace_file {
-            Some(path) => Err(CephImageError::NetNamespace {
-                cluster_id: cluster.cluster_id,
-                path,
-            }),
-            None => Ok(cluster),
-        }
+        let clusters = clusters.ok_or(CephImageError::NotConfigured)?;
+        Ok(clusters.get(cluster_id)?)
     }
 }
 

@@ -14,7 +14,10 @@ use rustix::thread::{
     CapabilitySet, CapabilitySets, capabilities, remove_capability_from_bounding_set,
     set_capabilities, set_no_new_privs,
 };
-use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule, TargetArch,
+};
 
 /// The capabilities of the node agent.
 const NODE_NEEDS: CapabilitySet = CapabilitySet::SYS_ADMIN // mounts, loop devices
@@ -58,7 +61,6 @@ const REFUSED: &[i64] = &[
     libc::SYS_open_by_handle_at,
     libc::SYS_bpf,
     libc::SYS_perf_event_open,
-    libc::SYS_setns,
     libc::SYS_pivot_root,
     libc::SYS_chroot,
     libc::SYS_settimeofday,
@@ -74,6 +76,10 @@ const REFUSED: &[i64] = &[
     libc::SYS_quotactl_fd,
     libc::SYS_userfaultfd,
 ];
+
+/// By `setns` the agent enters network namespaces that a cluster's configuration names, and
+/// no other one: this call is refused unless its second argument is that type.
+const ONLY_NETWORKS: i64 = libc::SYS_setns;
 
 /// On x86-64, the bit in the number of a call with 32-bit pointers, where the kernel has
 /// these (arch/x86/include/uapi/asm/unistd.h); elsewhere no call has such a number.
@@ -112,10 +118,15 @@ fn drop_all_but(needed: CapabilitySet) -> io::Result<CapabilitySet> {
 }
 
 fn filter() -> Result<BpfProgram, seccompiler::BackendError> {
-    let rules: BTreeMap<_, _> = (REFUSED.iter())
+    let mut rules: BTreeMap<_, _> = (REFUSED.iter())
         .flat_map(|call| [*call, *call | X32])
         .map(|call| (call, Vec::new()))
         .collect();
+    let network = u64::from(libc::CLONE_NEWNET.unsigned_abs());
+    for call in [ONLY_NETWORKS, ONLY_NETWORKS | X32] {
+        let other = SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, network)?;
+        rules.insert(call, vec![SeccompRule::new(vec![other])?]);
+    }
     let arch: TargetArch = std::env::consts::ARCH.try_into()?;
     SeccompFilter::new(
         rules,

@@ -11,6 +11,7 @@ mod killed;
 mod lifecycle;
 mod lost_devices;
 mod moved;
+mod net_namespace;
 mod outages;
 mod partial_formats;
 mod provisioned;

@@ -11,6 +11,7 @@
 use std::{
     collections::{BTreeMap, HashMap},
     io, mem,
+    path::{Path, PathBuf},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -20,11 +21,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rustix::io::Errno;
+
 use super::{
     CephError, Credentials,
     rados::{Cluster, Timeouts},
 };
-use crate::digest;
+use crate::{digest, kernel::net_namespace::within};
 
 #[cfg(test)]
 mod tests;
@@ -52,6 +55,7 @@ struct Key {
     user: String,
     /// In place of the secret, of which a key needs no copy.
     secret_digest: String,
+    net_namespace: Option<PathBuf>,
 }
 
 /// One connection, and the attempt to make it.
@@ -95,21 +99,35 @@ impl Connections {
         })
     }
 
-    /// The connection to the cluster of that id, which has these monitors, as this user.
-    /// Blocks while it is made, at most for [`Timeouts::connect`].
+    /// The connection to the cluster of that id, which has these monitors, as this user, in
+    /// the network namespace of that file, if any: the threads that have its sockets are those
+    /// that the library starts when it connects. Blocks while it is made, at most for [`Timeouts::connect`].
     pub fn get(
         &self,
         cluster_id: &str,
         monitors: &[String],
         credentials: &Credentials,
+        net_namespace: Option<&Path>,
     ) -> Result<Arc<Cluster>, CephError> {
         let key = Key {
+            net_namespace: net_namespace.map(Path::to_owned),
             monitors: monitors.to_vec(),
             user: credentials.user.clone(),
             secret_digest: digest::sha256_hex(credentials.key.reveal()),
         };
         let slot = lock(&self.slots).entry(key).or_default().clone();
-        let outcome = slot.get(|| Cluster::connect(monitors, credentials, self.timeouts));
+        let connect = || Cluster::connect(monitors, credentials, self.timeouts);
+        let outcome = slot.get(|| {
+            within(net_namespace, connect).unwrap_or_else(|error| {
+                let errno = Errno::from_io_error(&error).unwrap_or(Errno::IO);
+                let file = net_namespace.unwrap_or_else(|| Path::new("")).display();
+                Err(CephError::new(
+                    "enter",
+                    format!("network namespace {file}"),
+                    errno,
+                ))
+            })
+        });
         if let Some(attempt) = LastAttempt::of(&outcome) {
             lock(&self.attempts).insert(cluster_id.to_owned(), attempt);
         }

@@ -42,6 +42,13 @@ pub struct ClusterConfig {
     pub read_affinity: ReadAffinity,
 }
 
+impl ClusterConfig {
+    /// The file of the network namespace in which images are mapped.
+    pub fn net_namespace(&self) -> Option<&Path> {
+        self.net_namespace_file.as_deref()
+    }
+}
+
 /// Reads from the OSDs that are nearest in the CRUSH map.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, rename_all = "camelCase")]

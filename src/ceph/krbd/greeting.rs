@@ -5,10 +5,16 @@
 //! and watchers meanwhile. If that took long, the greeting is stale, and the agent requests
 //! another.
 
-use std::time::{Duration, Instant};
+use std::{
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
 
-use super::{KrbdError, Wanted};
-use crate::ceph::client::monitor::{self, MonitorError};
+use super::{KrbdError, Wanted, entered, error::failed};
+use crate::{
+    ceph::client::monitor::{self, MonitorError},
+    kernel::net_namespace::within,
+};
 
 /// The longest time until a monitor greets.
 const WITHIN: Duration = Duration::from_secs(10);
@@ -23,6 +29,8 @@ pub struct Greeting {
     image: String,
     pending: monitor::PendingGreeting,
     at: Instant,
+    /// In which to ask.
+    net_namespace: Option<PathBuf>,
 }
 
 impl Greeting {
@@ -32,12 +40,16 @@ impl Greeting {
         let addresses: Vec<_> = monitors.addresses.iter().map(ToString::to_string).collect();
         let image = wanted.image.to_string();
         let at = Instant::now();
-        match monitor::ask(&addresses, at + WITHIN) {
+        let net_namespace = wanted.net_namespace;
+        // The threads that connect begin here.
+        let asked = within(net_namespace, || monitor::ask(&addresses, at + WITHIN));
+        match asked.map_err(failed("enter", entered(net_namespace)))? {
             Ok(pending) => Ok(Self {
                 addresses,
                 image,
                 pending,
                 at,
+                net_namespace: net_namespace.map(Path::to_owned),
             }),
             Err(source) => Err(KrbdError::Silent { image, source }),
         }
@@ -46,12 +58,18 @@ impl Greeting {
     /// Waits for the greeting.
     pub(super) fn wait(self) -> Result<(), KrbdError> {
         let Self {
-            addresses, image, ..
+            addresses,
+            image,
+            ref net_namespace,
+            ..
         } = self;
         let answer = if self.at.elapsed() < FRESH {
             self.pending.answer()
         } else {
-            monitor::answers(&addresses, Instant::now() + WITHIN)
+            let deadline = Instant::now() + WITHIN;
+            let net_namespace = net_namespace.as_deref();
+            within(net_namespace, || monitor::answers(&addresses, deadline))
+                .map_err(failed("enter", entered(net_namespace)))?
         };
         let silent = |source: MonitorError| KrbdError::Silent { image, source };
         answer.map(drop).map_err(silent)

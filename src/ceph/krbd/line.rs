@@ -117,6 +117,7 @@ mod tests {
             options: &MapOptions::parse(options).unwrap(),
             location,
             read_only: true,
+            net_namespace: None,
         };
         let mut mark = Mark::new("c", "v 1");
         "n".clone_into(&mut mark.nonce);

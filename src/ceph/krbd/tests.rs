@@ -64,6 +64,7 @@ impl Test {
             options: &self.options,
             location: None,
             read_only: false,
+            net_namespace: None,
         }
     }
 

@@ -23,9 +23,9 @@ pub enum CephImageError {
     /// The list lacks the cluster, or is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The configuration requires another network namespace.
+    /// The configuration requires another network namespace, which only krbd gets.
     #[error(
-        "cluster {cluster_id} has netNamespaceFilePath {path}, and this agent enters no other network namespace; run the agent in the host's, and remove the key"
+        "cluster {cluster_id} has netNamespaceFilePath {path}, and rbd-nbd runs in no other network namespace than its supervisor's; map the image by krbd (mounter rbd)"
     )]
     NetNamespace {
         cluster_id: String,

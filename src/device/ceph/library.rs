@@ -72,7 +72,9 @@ impl QueriedImage {
         credentials: &Credentials,
         image: &ImageSpec,
     ) -> Result<Option<Self>, CephImageError> {
-        let connected = match connections.get(&cluster.cluster_id, &cluster.monitors, credentials) {
+        let (monitors, namespace) = (&cluster.monitors, cluster.net_namespace());
+        let connected = connections.get(&cluster.cluster_id, monitors, credentials, namespace);
+        let connected = match connected {
             Err(CephError::Library(missing)) => {
                 tracing::debug!(%missing, "not querying the cluster");
                 return Ok(None);

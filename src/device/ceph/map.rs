@@ -76,6 +76,7 @@ impl Known<'_> {
             options: &self.source.map_options,
             location: self.location.as_deref(),
             read_only: options.read_only,
+            net_namespace: self.cluster.net_namespace(),
         }
     }
 }

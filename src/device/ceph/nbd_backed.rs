@@ -173,6 +173,12 @@ impl BoundCephImage<'_> {
         served: &RbdNbdArgs,
         options: &AttachOptions,
     ) -> Result<(LowerDevice, Done), CephImageError> {
+        if let Some(path) = known.cluster.net_namespace() {
+            return Err(CephImageError::NetNamespace {
+                cluster_id: known.cluster.cluster_id.clone(),
+                path: path.to_owned(),
+            });
+        }
         let supervisor = self.supervisor()?;
         let look = || NbdDevice::attached_as(&served.cookie).map_err(ClientError::Io);
         // A daemon that a killed agent's call started has the image open.

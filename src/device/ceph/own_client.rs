@@ -20,7 +20,7 @@ pub struct StorageClient {
 
 impl CephImages {
     /// The client by which this node would be fenced. The kernel's have the same address as
-    /// this connection's: the agent is in the host's network namespace.
+    /// this connection's, which is in the same network namespace.
     pub fn own_client(
         &self,
         cluster_id: &str,
@@ -28,9 +28,12 @@ impl CephImages {
     ) -> Result<StorageClient, DeviceError> {
         let cluster = self.cluster(cluster_id)?;
         let credentials = Credentials::from_secrets(secrets).map_err(CephImageError::from)?;
-        let connected = self
-            .connections
-            .get(cluster_id, &cluster.monitors, &credentials);
+        let connected = self.connections.get(
+            cluster_id,
+            &cluster.monitors,
+            &credentials,
+            cluster.net_namespace(),
+        );
         let connected = connected.map_err(CephImageError::from)?;
         let address = connected.address().map_err(CephImageError::from)?;
         let host = host_of(&address).trim_matches(['[', ']']).parse();

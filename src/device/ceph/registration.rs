@@ -64,7 +64,9 @@ impl BoundCephImage<'_> {
             return Ok(());
         };
         let (config, connections) = (&known.cluster, &self.images.connections);
-        let cluster = connections.get(&config.cluster_id, &config.monitors, &known.credentials)?;
+        let (monitors, namespace) = (&config.monitors, config.net_namespace());
+        let cluster =
+            connections.get(&config.cluster_id, monitors, &known.credentials, namespace)?;
         let pool = cluster.ioctx(&known.image.pool, &known.image.namespace)?;
         let nodes = RegisteredNodes::of(&pool, volume);
         if let Backing::Rbd(_) = lower.backing {

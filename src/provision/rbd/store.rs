@@ -45,7 +45,7 @@ impl RbdStore {
         let waiting = lane::waiting_for(format!("cluster {cluster_id:?} (monitors {monitors})"));
         let cluster = self
             .connections
-            .get(cluster_id, &config.monitors, &credentials);
+            .get(cluster_id, &config.monitors, &credentials, None);
         drop(waiting);
         let cluster = cluster.map_err(|source| RbdError::Cluster {
             cluster_id: cluster_id.to_owned(),

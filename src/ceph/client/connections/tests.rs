@@ -27,7 +27,7 @@ fn a_connection_is_shared_until_it_is_lost() {
     let connections = Connections::with_idle_time(timeouts(30), short).unwrap();
     let get = || {
         connections
-            .get("shared", &test.monitors, &credentials(&test))
+            .get("shared", &test.monitors, &credentials(&test), None)
             .unwrap()
     };
     let all = thread::scope(|scope| {
@@ -83,7 +83,7 @@ fn an_idle_connection_ends() {
     };
     let short = Duration::from_millis(40);
     let connections = Connections::with_idle_time(timeouts(30), short).unwrap();
-    let used = connections.get("idle", &test.monitors, &credentials(&test));
+    let used = connections.get("idle", &test.monitors, &credentials(&test), None);
     let used = used.unwrap();
     let weak = Arc::downgrade(&used);
     thread::park_timeout(short * 3);
@@ -107,10 +107,12 @@ fn a_dead_cluster_costs_its_callers_one_timeout_and_others_none() {
     };
     let connections = Connections::new(timeouts(2)).unwrap();
     thread::scope(|scope| {
-        let get = || connections.get("dead", &dead, &nobody).unwrap_err();
+        let get = || connections.get("dead", &dead, &nobody, None).unwrap_err();
         let threads: Vec<_> = (0..8).map(|_| scope.spawn(get)).collect();
         // Callers of another cluster do not wait for them.
-        let error = connections.get("closed", &closed, &nobody).unwrap_err();
+        let error = connections
+            .get("closed", &closed, &nobody, None)
+            .unwrap_err();
         assert!(error.to_string().contains("refused"), "{error}");
         for thread in threads {
             assert!(thread.join().unwrap().is_timed_out());
