@@ -29,6 +29,7 @@ EXAMPLES = {
     "inline": ("local-pools", ["inline", "snapshots", "pod-monitor"]),
     "local-pools": ("examples/overlay", []),
     "nbd": ("examples/nbd-overlay", []),
+    "nfs": ("examples/nfs-overlay", []),
     "node-labels": ("ceph", ["node-labels"]),
     "node-labels-api": ("ceph", ["node-labels-api"]),
     "rbd-nbd": ("ceph", ["rbd-nbd", "snapshots", "pod-monitor", "network-policy"]),
@@ -39,6 +40,7 @@ EXAMPLES = {
 }
 SHARED = {"name": "default", "path": "/srv/uring-csi", "scope": "shared"}
 LOCAL = SHARED | {"scope": "local"}
+EXPORT = {"server": "nfs.example.com", "share": "/export"}
 # Values that no overlay has.
 OTHER = {
     "name": "other",
@@ -71,6 +73,8 @@ BOTH = {
 # Values that contradict each other or the schema, and a word of the error.
 REFUSED = [
     ({"pools": []}, "no place for volumes"),
+    ({"nfs": {"exports": [EXPORT]}}, "a release of their own"),
+    ({"pools": [], "nfs": {"exports": [EXPORT | {"share": "relative"}]}}, "pattern"),
     ({"pools": [LOCAL, SHARED]}, "all are local or all are shared"),
     ({"pools": [LOCAL], "ceph": {"enabled": True}}, "two releases"),
     ({"pools": [LOCAL], "nbd": {"enabled": True}}, "one shared pool"),

@@ -11,6 +11,7 @@
     - --endpoint=unix:///csi/controller.sock
     {{- end }}
     {{- include "uring-csi.poolArgs" . | nindent 4 }}
+    {{- include "uring-csi.nfsArgs" . | nindent 4 }}
     {{- if .Values.ceph.enabled }}
     - --ceph-config=/etc/ceph-csi-config/config.json
     - --ceph-secret=/etc/ceph-user
@@ -70,6 +71,7 @@
       mountPath: /csi
     {{- end }}
     {{- include "uring-csi.poolMounts" . | nindent 4 }}
+    {{- include "uring-csi.nfsMounts" . | nindent 4 }}
     {{- if .Values.ceph.enabled }}
     {{- include "uring-csi.cephMounts" . | nindent 4 }}
     - name: user

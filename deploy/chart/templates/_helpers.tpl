@@ -58,6 +58,9 @@ seLinuxOptions:
 {{- if .Values.nbd.enabled }}
 {{- $commands = append $commands "modprobe nbd max_part=0 || true" }}
 {{- end }}
+{{- if .Values.nfs.exports }}
+{{- $commands = append $commands "modprobe --all nfsv4 nfsv3 || true" }}
+{{- end }}
 {{- join "; " $commands }}
 {{- end }}
 
@@ -162,6 +165,39 @@ pool that must be mounted is below what the container mounts. */ -}}
   hostPath:
     path: {{ include "uring-csi.poolMount" . }}
     type: Directory
+{{- end }}
+{{- end }}
+
+{{- /* Not empty if volumes are attached to nodes, which takes the attacher: not those on a
+node's own disk, nor directories of NFS servers. */ -}}
+{{- define "uring-csi.attaches" -}}
+{{- if not (or (include "uring-csi.local" .) .Values.nfs.exports) }}true{{ end }}
+{{- end }}
+
+{{- /* The volume, and the directory below /, at which the controller has an export. */ -}}
+{{- define "uring-csi.share" -}}
+share{{ if . }}-{{ . }}{{ end }}
+{{- end }}
+
+{{- define "uring-csi.nfsArgs" -}}
+{{- range $index, $export := .Values.nfs.exports }}
+- --nfs-export={{ $export.server }}:{{ $export.share }}=/{{ include "uring-csi.share" $index }},mounted
+{{- end }}
+{{- end }}
+
+{{- define "uring-csi.nfsMounts" -}}
+{{- range $index, $export := .Values.nfs.exports }}
+- name: {{ include "uring-csi.share" $index }}
+  mountPath: /{{ include "uring-csi.share" $index }}
+{{- end }}
+{{- end }}
+
+{{- define "uring-csi.nfsVolumes" -}}
+{{- range $index, $export := .Values.nfs.exports }}
+- name: {{ include "uring-csi.share" $index }}
+  nfs:
+    server: {{ $export.server | quote }}
+    path: {{ $export.share | quote }}
 {{- end }}
 {{- end }}
 

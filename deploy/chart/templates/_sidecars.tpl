@@ -81,7 +81,8 @@ their devices busy. */ -}}
 
 {{- define "uring-csi.provisioner" -}}
 {{- $env := "" }}
-{{- $args := list "--leader-election" "--extra-create-metadata" "--default-fstype=ext4" }}
+{{- $args := list "--leader-election" "--extra-create-metadata" }}
+{{- if not .Values.nfs.exports }}{{ $args = append $args "--default-fstype=ext4" }}{{ end }}
 {{- if include "uring-csi.local" . }}
 {{- $args = list "--node-deployment" "--strict-topology" "--immediate-topology=false" "--extra-create-metadata" "--default-fstype=ext4" "--enable-capacity" "--capacity-ownerref-level=1" }}
 {{- $env = include "uring-csi.provisionerEnv" . }}

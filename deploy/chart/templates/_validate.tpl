@@ -11,8 +11,11 @@
 {{- if gt (len (uniq $scopes)) 1 }}
 {{- fail "pools: either all are local or all are shared: local ones have their controller in each node's pod" }}
 {{- end }}
-{{- if not (or .Values.pools .Values.ceph.enabled) }}
-{{- fail "pools is empty and ceph.enabled is false: there is no place for volumes" }}
+{{- if not (or .Values.pools .Values.ceph.enabled .Values.nfs.exports) }}
+{{- fail "pools and nfs.exports are empty and ceph.enabled is false: there is no place for volumes" }}
+{{- end }}
+{{- if and .Values.nfs.exports (or .Values.pools .Values.ceph.enabled) }}
+{{- fail "nfs.exports: directories are not attached to nodes, so they take a release of their own, without pools and Ceph" }}
 {{- end }}
 {{- if and $local .Values.ceph.enabled }}
 {{- fail "ceph.enabled: volumes in Ceph and in local pools take two releases, with different names and drivers" }}
