@@ -168,6 +168,11 @@ impl Source {
         CephSource::asks_for_encrypted_files(context).then_some(ENCRYPTED_DIRECTORY)
     }
 
+    /// [`Source::has_device`], by a volume context.
+    pub fn has_device_by(context: &HashMap<String, String>) -> bool {
+        !NfsSource::is_named_by(VolumeContext(context))
+    }
+
     /// The backend's name, as metrics and listings show it.
     pub fn backend(&self) -> &'static str {
         match self {

@@ -5,7 +5,10 @@ use super::{
     applied::Applied,
     desired::{Desired, DesiredAccess},
 };
-use crate::mount::options::{FsOption, MountOptions};
+use crate::{
+    device::Source,
+    mount::options::{FsOption, MountOptions},
+};
 
 /// Whether a volume that was set up as `before` asks needs no other setup for `now`: the two
 /// differ at most in what can be changed while it is attached.
@@ -28,8 +31,10 @@ pub fn change_in_place(applied: &Applied, now: &Desired) -> Option<Vec<FsOption>
     // Attached to be read only, it may be attached elsewhere.
     let becomes_writable = was_read_only && !is_read_only(now);
     let is_refused = (applied.refused.as_ref()).is_some_and(|refused| refused.is_of(now));
+    let context = now.source.clone().into_iter().collect();
     if before.source != now.source
         || !is_mount(now)
+        || !Source::has_device_by(&context)
         || without_options(&before.access) != without_options(&now.access)
         || becomes_writable
         || is_refused

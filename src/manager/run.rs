@@ -468,10 +468,12 @@ impl Manager {
             return Err(Failed { kind, error });
         };
         let mut begun = before.clone();
+        let ro = is_read_only(&wanted).then(|| "ro".to_owned());
         let in_doubt = begun.in_doubt.get_or_insert_default();
-        in_doubt.extend_from_slice(options);
-        if is_read_only(&wanted) {
-            in_doubt.push("ro".to_owned());
+        for word in options.iter().cloned().chain(ro) {
+            if !in_doubt.contains(&word) {
+                in_doubt.push(word);
+            }
         }
         begun.has_options = false;
         self.record(handle, begun).await?;
@@ -494,7 +496,13 @@ impl Manager {
                 self.record(handle, Applied { refused, ..before }).await?;
                 Err(Failed { kind, error })
             }
-            Err(failed) => Err(failed),
+            Err(failed) => {
+                // The kernel looks for writers before it changes anything.
+                if failed.kind == Kind::InUse {
+                    self.record(handle, before).await?;
+                }
+                Err(failed)
+            }
         }
     }
 

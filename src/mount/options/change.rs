@@ -19,29 +19,51 @@ impl MountOptions {
             if has_key(&former.key) {
                 continue;
             }
-            let opposite = former.opposite().ok_or_else(|| former.clone())?;
-            if !set.contains(&opposite) {
-                set.push(opposite);
+            if former.is_default() {
+                continue;
+            }
+            let end = former.end().ok_or_else(|| former.clone())?;
+            if !set.iter().any(|option| option.key == end.key) {
+                set.push(end);
             }
         }
         Ok(set)
     }
 }
 
+/// Words that say other than the default, and the default that each ends with. Of others
+/// nothing is known: btrfs' `nodatacow` implies more than one word takes back.
+const ENDS: &[(&str, &str)] = &[
+    ("autodefrag", "noautodefrag"),
+    ("discard", "nodiscard"),
+    ("flushoncommit", "noflushoncommit"),
+    ("grpid", "nogrpid"),
+    ("lazytime", "nolazytime"),
+    ("mand", "nomand"),
+    ("noacl", "acl"),
+    ("noauto_da_alloc", "auto_da_alloc"),
+    ("nobarrier", "barrier"),
+    ("nodelalloc", "delalloc"),
+    ("noinit_itable", "init_itable"),
+    ("notreelog", "treelog"),
+    ("nouser_xattr", "user_xattr"),
+    ("sync", "async"),
+];
+
 impl FsOption {
-    /// The option that undoes this one; none of one with a value. The kernel refuses words
-    /// that it does not know.
-    pub fn opposite(&self) -> Option<Self> {
-        let key = match (&*self.key, &self.value) {
-            (_, Some(_)) => return None,
-            ("sync", None) => "async".to_owned(),
-            ("async", None) => "sync".to_owned(),
-            (key, None) => match key.strip_prefix("no") {
-                Some(rest) => rest.to_owned(),
-                None => format!("no{key}"),
-            },
-        };
-        Some(Self { key, value: None })
+    /// Whether the file system has it in any case.
+    fn is_default(&self) -> bool {
+        self.value.is_none() && ENDS.iter().any(|(_, end)| *end == self.key)
+    }
+
+    /// The option that gives the default back, where it is known.
+    fn end(&self) -> Option<Self> {
+        let pair = ENDS.iter().find(|(word, _)| *word == self.key);
+        let (_, end) = pair.filter(|_| self.value.is_none())?;
+        Some(Self {
+            key: (*end).to_owned(),
+            value: None,
+        })
     }
 }
 
@@ -54,13 +76,17 @@ mod tests {
     }
 
     #[test]
-    fn a_change_sets_what_is_new_and_the_opposite_of_what_is_gone() {
+    fn a_change_sets_what_is_new_and_the_default_of_what_is_gone() {
         for (before, in_doubt, now, expected) in [
             ("sync", None, "sync", Some("")),
             ("", None, "sync,commit=5", Some("commit=5,sync")),
             ("sync,discard", None, "discard", Some("async")),
             ("nobarrier", None, "barrier", Some("barrier")),
             ("nobarrier,lazytime", None, "", Some("nolazytime,barrier")),
+            ("nobarrier", None, "barrier=0", Some("barrier=0")),
+            ("barrier,async,acl,datacow", None, "datacow", Some("")),
+            ("datasum", None, "", None),
+            ("nodatacow", None, "", None),
             ("commit=5", None, "commit=30", Some("commit=30")),
             ("commit=5", None, "", None),
             // An unfinished change may have set these, or not.
