@@ -123,7 +123,7 @@ impl CephImages {
 
     /// The image that ceph-csi's stage file describes, and its device if it is mapped; devices
     /// in `known` are other volumes'. ceph-csi writes the file in place, so a loss of power
-    /// leaves a part of it. None: of such a file no image can be mapped.
+    /// leaves a part of it. None: no image can be mapped that such a file describes.
     pub fn find_by_stage_file(
         &self,
         stage_file: &[u8],
@@ -132,7 +132,7 @@ impl CephImages {
     ) -> Result<Option<(Source, Option<Device>)>, DeviceError> {
         let source = match CephSource::from_stage_file(stage_file, volume_id) {
             Ok(source) => source,
-            Err(error) if has_unknown_image(known)? => {
+            Err(error) if nbd_backed::is_nbd_backed(volume_id)? || has_unknown_image(known)? => {
                 return Err(io("read the stage file beside the mount")(error.into()));
             }
             Err(error) => {
@@ -263,7 +263,6 @@ fn found_as(mapped: &Mapped, volume_id: &str) -> Result<FoundDevice, DeviceError
     })
 }
 
-/// The device that shows a mapped image: its decrypted mapping, if one is open.
 /// Whether an image is mapped that no agent of this driver mapped, and that is none of the
 /// known devices.
 fn has_unknown_image(known: &[Device]) -> Result<bool, DeviceError> {
@@ -277,6 +276,7 @@ fn has_unknown_image(known: &[Device]) -> Result<bool, DeviceError> {
     Ok(false)
 }
 
+/// The device that shows a mapped image: its decrypted mapping, if one is open.
 fn device_of(mapped: &Mapped) -> Result<Device, DeviceError> {
     let device = mapped.device().map_err(io("look at a mapped image"))?;
     as_it_is_shown(LowerDevice::from(device))

@@ -15,7 +15,7 @@ use super::{
     record::Record,
     spec::{Stage, mount_point},
 };
-use crate::{Done, device::STAGE_FILE, mount::path::SafePath};
+use crate::{device::STAGE_FILE, mount::path::SafePath};
 
 /// Whether this is a valid file name.
 pub(super) fn is_one_name(id: &str) -> bool {
@@ -100,14 +100,16 @@ pub(super) fn clear_left(cx: OnLane<'_>, staging_path: &Path) -> Result<(), Caus
         let Some(file) = file else {
             return Ok(());
         };
-        let removed = file.unlink().map_err(at_staging)?;
-        if removed == Done::Now
+        if file.read().map_err(at_staging)?.is_some()
             && is_one_name(id)
             && let Some(place) = absent_is_none(places.staging(&staging_path.join(id)))?
         {
             let removed = place.remove().map_err(at_staging)?;
             already("remove the mount point", removed);
         }
+        // Last, since it says that the directory beside it is the volume's mount point.
+        let removed = file.unlink().map_err(at_staging)?;
+        already("remove the stage file", removed);
         Ok(())
     })
 }
