@@ -23,7 +23,8 @@ impl Context {
             // Also of a volume that exists: the controller refuses other parameters.
             (Some(parameters), found) => {
                 let wanted = file.desired.size.map_or(0, Size::bytes);
-                let required_bytes = found.map_or(wanted, |it| it.capacity_bytes.min(wanted));
+                let required_bytes =
+                    (found.as_ref()).map_or(wanted, |it| it.capacity_bytes.min(wanted));
                 let request = CreateVolumeRequest {
                     name: name.clone(),
                     capacity_range: Some(CapacityRange {
@@ -35,7 +36,15 @@ impl Context {
                     secrets: self.secrets.to_wire(),
                     ..Default::default()
                 };
-                self.create(request).await?
+                let made = self.create(request).await?;
+                if let Some(found) = found.filter(|it| it.volume_id != made.volume_id) {
+                    return Err(CliError::BadArguments(format!(
+                        "volume {name} exists as {}, elsewhere than the file's parameters say, by which \
+                         there is {} now; correct the parameters, and delete the volume that is not wanted",
+                        found.volume_id, made.volume_id
+                    )));
+                }
+                made
             }
         };
         if let Some(size) = file.desired.size
@@ -57,8 +66,8 @@ impl Context {
         }
     }
 
-    /// The controller's volume with this name. Of directories of NFS servers there is no
-    /// list: they are found by CreateVolume alone.
+    /// The controller's volume with this name. Directories of NFS servers are listed without
+    /// their names: they are found by CreateVolume alone.
     async fn named_volume(&self, name: &str) -> Result<Option<Volume>, CliError> {
         match self.volume(name).await {
             Err(CliError::NoSuchVolume(_)) => Ok(None),

@@ -83,7 +83,7 @@ impl Context {
     /// The volume that has `wanted` as its id or its name, from the controller.
     pub async fn volume(&self, wanted: &str) -> Result<Volume, CliError> {
         let (listed, is_complete) = match self.list_volumes().await {
-            // Of directories of NFS servers there is no list: only an id finds one.
+            // Of some controllers there is no list: only an id finds a volume.
             Err(CliError::Refused { status, .. }) if status.code() == Code::Unimplemented => {
                 let (listed, omitted) = self.list_what_can_be_reached().await?;
                 // More than the directories: another volume of that name may be there.

@@ -208,8 +208,7 @@ impl Create {
 
 impl List {
     async fn run(self, context: &Context) -> Result<SnapshotsAnswer, CliError> {
-        // Only for their names: the list of snapshots has omissions of its own, and of
-        // directories of NFS servers there is no list.
+        // Only for their names: the list of snapshots has omissions of its own.
         let volumes = context.list_what_can_be_reached().await;
         let (volumes, _) = volumes.unwrap_or_default();
         let source_name = |id: &str| {
