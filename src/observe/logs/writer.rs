@@ -190,7 +190,10 @@ impl Write for &LineWriter {
         if rest.is_empty() {
             return Ok(line.len());
         }
-        if queue.lines.len() + rest.len() > self.buffer.limit && !IS_WRITER.get() {
+        // What the sink has a part of is written to its end.
+        let is_begun = rest.len() < line.len();
+        let fits = is_begun || queue.lines.len() + rest.len() <= self.buffer.limit;
+        if !fits && !IS_WRITER.get() {
             queue.dropped += 1;
             drop(queue);
             metrics::log_lines_dropped(1);

@@ -30,9 +30,8 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The export could not be set up.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot export traces to {endpoint}")]
+#[error("cannot export traces to the collector")]
 pub struct ExportError {
-    endpoint: String,
     source: Box<dyn std::error::Error + Send + Sync>,
 }
 
@@ -52,7 +51,6 @@ pub fn start(service: &'static str, options: &TraceOptions) -> Result<SpanExport
         .with_endpoint(format!("{}/v1/traces", endpoint.trim_end_matches('/')))
         .build()
         .map_err(|source| ExportError {
-            endpoint: endpoint.clone(),
             source: source.into(),
         })?;
     let mut resource = Resource::builder()
