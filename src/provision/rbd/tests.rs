@@ -266,28 +266,6 @@ async fn an_image_in_use_is_not_deleted() {
 }
 
 #[tokio::test]
-async fn a_snapshot_of_a_group_is_deleted_only_with_it() {
-    let Some(home) = Home::new() else { return };
-    let volume = home.make(home.volume("volume", MIB)).await;
-    let new = home.snapshot("member", &volume.handle);
-    let member = home.rbd.create_snapshot(new).await.unwrap();
-    assert_eq!(member.group, None);
-    let entry = format!("csi.snap.{}", &member.handle[member.handle.len() - 36..]);
-    let io = home.io();
-    io.omap_set(&entry, &[("csi.groupid", "a-group")]).unwrap();
-    let (handle, secrets) = (|| member.handle.clone(), || home.secrets());
-    let snapshot = home.rbd.get_snapshot(handle(), secrets()).await.unwrap();
-    assert_eq!(snapshot.group.as_deref(), Some("a-group"));
-    let refused = home.rbd.delete_snapshot(handle(), secrets()).await;
-    let refused = refused.unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::Invalid);
-    assert!(refused.to_string().contains("a-group"), "{refused}");
-    io.omap_remove(&entry, &["csi.groupid"]).unwrap();
-    let deleted = home.rbd.delete_snapshot(handle(), secrets()).await;
-    deleted.unwrap();
-}
-
-#[tokio::test]
 async fn listings_continue_where_they_ended() {
     let Some(home) = Home::new() else { return };
     let mut made = Vec::new();
