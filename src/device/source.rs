@@ -1,6 +1,6 @@
 //! Parses a volume context into the volume's source.
 
-use std::{collections::HashMap, fmt};
+use std::{collections::HashMap, fmt, path::Path};
 
 use serde::{Deserialize, Serialize};
 
@@ -168,6 +168,17 @@ impl Source {
         CephSource::asks_for_encrypted_files(context).then_some(ENCRYPTED_DIRECTORY)
     }
 
+    /// Whether a mount of this directory of its file system may be a target. Of a volume that
+    /// was found staged it is not known whether its files are encrypted.
+    pub fn may_show(&self, root: &Path) -> bool {
+        let is_encrypted = || root == Path::new("/").join(ENCRYPTED_DIRECTORY.name);
+        match self {
+            Self::Rbd(image) if image.encrypts_files => is_encrypted(),
+            Self::Rbd(_) => root == Path::new("/") || is_encrypted(),
+            Self::Loop(_) | Self::Nbd(_) | Self::Nfs(_) => root == Path::new("/"),
+        }
+    }
+
     /// [`Source::has_device`], by a volume context.
     pub fn has_device_by(context: &HashMap<String, String>) -> bool {
         !NfsSource::is_named_by(VolumeContext(context))
@@ -234,6 +245,22 @@ mod tests {
             .iter()
             .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
             .collect()
+    }
+
+    #[test]
+    fn an_encrypted_directory_is_what_targets_show() {
+        let [whole, encrypted] = ["/", "/ceph-csi-encrypted"].map(Path::new);
+        let of = |pairs: &[(&str, &str)]| {
+            let known = [("clusterID", "c"), ("pool", "p"), ("imageName", "i")];
+            Source::parse(&context(&[&known, pairs].concat()), "v").unwrap()
+        };
+        let clear = of(&[]);
+        assert!(clear.may_show(whole) && clear.may_show(encrypted));
+        let files = of(&[("encrypted", "true"), ("encryptionType", "file")]);
+        assert!(files.may_show(encrypted) && !files.may_show(whole));
+        let image = Source::image("p", "i.img");
+        assert!(image.may_show(whole) && !image.may_show(encrypted));
+        assert!(!files.may_show(Path::new("/ceph-csi-encrypted/sub")));
     }
 
     #[test]

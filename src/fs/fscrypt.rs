@@ -84,6 +84,11 @@ pub enum FscryptError {
         "its file system has {name:?} and no encrypted directory, so its data is not encrypted; use it without encryption, or copy its data to a new volume"
     )]
     NotEmpty { name: String },
+    /// The volume was staged without encryption.
+    #[error(
+        "its file system has no encrypted directory {name:?}: stage it with encryptionType `file`"
+    )]
+    NotSetUp { name: String },
     /// The directory's policy is of another version.
     #[error("its encrypted directory has a policy of another version than 2")]
     Version,
@@ -99,7 +104,7 @@ pub enum FscryptError {
     Wrong { protector: &'static str },
     /// The secret is to be the key.
     #[error(
-        "its passphrase is to be the key of its files, and has less than {RAW_KEY_BYTES} characters"
+        "its encryptionPassphrase is to be the key of its files, and has less than {RAW_KEY_BYTES} characters"
     )]
     Short,
     /// A system call failed.
@@ -118,9 +123,11 @@ impl FscryptError {
         match self {
             Self::Wrong { .. } | Self::Short => Kind::Unauthenticated,
             Self::Io { .. } => Kind::Transient,
-            Self::Unsupported | Self::NotEmpty { .. } | Self::Version | Self::Metadata { .. } => {
-                Kind::Precondition
-            }
+            Self::Unsupported
+            | Self::NotEmpty { .. }
+            | Self::NotSetUp { .. }
+            | Self::Version
+            | Self::Metadata { .. } => Kind::Precondition,
         }
     }
 }
@@ -176,7 +183,7 @@ impl FileEncryption {
     pub fn directory(&self) -> Result<OwnedFd, FscryptError> {
         match self.find()? {
             Some((directory, _)) => Ok(directory),
-            None => Err(FscryptError::NotEmpty {
+            None => Err(FscryptError::NotSetUp {
                 name: self.names.name.to_owned(),
             }),
         }

@@ -29,7 +29,7 @@ use crate::{
     Done,
     capability::AccessMode,
     device::{self, Device, descriptor_lock::Unlock},
-    fs::fscrypt::FileEncryption,
+    fs::fscrypt::{EncryptedDirectory, FileEncryption},
     kernel::{Dev, sysfs},
     mount::{
         Mounted, PathKind,
@@ -115,6 +115,7 @@ impl Publishing<'_> {
                 if self.spec.remount && self.record.usage != Use::Block && !mounted.shut_down {
                     self.remount(&place)?;
                 }
+                self.refuse_clear(&place, &mounted)?;
                 self.refuse_other_access(&place, &mounted)?;
                 already("publish", Done::Already);
                 return Ok(Done::Already);
@@ -253,15 +254,37 @@ impl Publishing<'_> {
         })
     }
 
+    /// The encrypted directory of its files, by the call where the volume was found staged.
+    fn encrypted(self) -> Option<EncryptedDirectory> {
+        let by_record = self.record.source.encrypted_directory();
+        self.spec.encrypted.or(by_record)
+    }
+
     /// The directory that pods see: the root of the staging mount, or its encrypted
-    /// directory, by the call where the volume was found staged.
+    /// directory.
     fn shown(self) -> Result<OwnedFd, Cause> {
         let mount = open_staged(self.cx, self.record)?;
-        let by_record = self.record.source.encrypted_directory();
-        match self.spec.encrypted.or(by_record) {
+        match self.encrypted() {
             Some(names) => Ok(FileEncryption::below(mount.as_fd(), names)?.directory()?),
             None => Ok(mount),
         }
+    }
+
+    /// Refuses a target that shows the whole file system of a volume with encrypted files, in
+    /// the clear.
+    fn refuse_clear(self, place: &SafePath, mounted: &Mounted) -> Result<(), Cause> {
+        if self.encrypted().is_none() || mounted.shut_down {
+            return Ok(());
+        }
+        let failed = Cause::io(format!("look at {}", place.path().display()));
+        let shown = rustix::fs::fstat(self.shown()?).map_err(|errno| failed(errno.into()))?;
+        if shown.st_ino == mounted.ino {
+            return Ok(());
+        }
+        Err(Cause::Incompatible {
+            have: format!("published in the clear at {}", place.path().display()),
+            want: "its encrypted directory there".to_owned(),
+        })
     }
 
     /// A read-only bind of a device node does not stop a writer who opens it: the

@@ -345,7 +345,7 @@ fn targets<'a>(
         .filter(|entry| match record.usage {
             Use::Mount { .. } => {
                 (entry.dev == device.dev || Path::new(&entry.source) == device.node)
-                    && entry.root == Path::new("/")
+                    && record.source.may_show(&entry.root)
                     && !is_kubelets(&entry.mount_point, "volume-subpaths")
             }
             Use::Block => {

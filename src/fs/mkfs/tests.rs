@@ -1,4 +1,4 @@
-use std::process::Command;
+use std::{os::unix::fs::FileExt as _, process::Command};
 
 use proptest::prelude::*;
 
@@ -127,7 +127,11 @@ fn mkfs_options_beyond_formatting_are_refused() {
 fn mkfs_command_lines_make_a_clean_file_system() {
     let bytes = 320 << 20;
     for fs in FsType::ALL {
-        for (options, zero) in [("", true), ("", false), ("-L name", false)] {
+        let mut cases = vec![("", true), ("", false), ("-L name", false)];
+        if fs == FsType::Ext4 {
+            cases.push(("-O ^huge_file", true));
+        }
+        for (options, zero) in cases {
             let scratch = Scratch::new(bytes);
             let options = parse_options(fs, options).unwrap();
             let encrypts_files = fs == FsType::Ext4;
@@ -142,6 +146,12 @@ fn mkfs_command_lines_make_a_clean_file_system() {
             match probe::content_of(&node, bytes).unwrap() {
                 Content::Fs(info) => assert_eq!((info.fs, info.dirty), (fs, false)),
                 other => panic!("{line} made {other:?}"),
+            }
+            if encrypts_files {
+                // EXT4_FEATURE_INCOMPAT_ENCRYPT in s_feature_incompat (linux/fs/ext4/ext4.h).
+                let mut features = [0; 4];
+                node.read_exact_at(&mut features, 1024 + 0x60).unwrap();
+                assert_ne!(u32::from_le_bytes(features) & 0x10000, 0, "{line}");
             }
         }
     }

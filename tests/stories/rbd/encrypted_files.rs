@@ -53,8 +53,19 @@ fn only_the_encrypted_directory_is_published() {
         assert_eq!(names_in(&target), Vec::<String>::new());
         let content = Content::new("in the clear");
         content.put(&volume, &target);
+        node.restart().await;
+        refused(
+            node.unstage(&volume).await,
+            FailedPrecondition,
+            &["published"],
+        );
         // As ceph-csi's volumes are found.
         node.restart_without_records().await;
+        refused(
+            node.unstage(&volume).await,
+            FailedPrecondition,
+            &["published"],
+        );
         node.publish(&volume, "other").await.unwrap();
         content.assert_kept(&volume, &node.target(&volume, "other"));
         node.unpublish(&volume, "other").await.unwrap();
