@@ -15,6 +15,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::kernel::net_namespace;
+
 /// The ports of the second version of the protocol and of the first.
 const PORTS: [u16; 2] = [3300, 6789];
 
@@ -145,9 +147,10 @@ pub fn answers(monitors: &[String], deadline: Instant) -> Result<SocketAddr, Mon
 /// How long callers of the same monitors share one request.
 const SHARED_FOR: Duration = Duration::from_secs(1);
 
-/// The requests under way, by their lists of monitors.
-static UNDER_WAY: LazyLock<Mutex<HashMap<Vec<String>, Weak<GreetingRequest>>>> =
-    LazyLock::new(Mutex::default);
+/// The requests under way, by their network namespaces and lists of monitors.
+static UNDER_WAY: LazyLock<Mutex<RequestsUnderWay>> = LazyLock::new(Mutex::default);
+
+type RequestsUnderWay = HashMap<(Option<u64>, Vec<String>), Weak<GreetingRequest>>;
 
 /// A request to all monitors of a list, to greet.
 #[derive(Debug)]
@@ -188,15 +191,16 @@ fn ask_within(
     monitors: &[String],
     deadline: Instant,
 ) -> Result<PendingGreeting, MonitorError> {
+    let of = (net_namespace::current().ok(), monitors.to_vec());
     let mut under_way = lock(&UNDER_WAY);
     under_way.retain(|_, request| request.strong_count() > 0);
-    let shared = under_way.get(monitors).and_then(Weak::upgrade);
+    let shared = under_way.get(&of).and_then(Weak::upgrade);
     let shared = shared.filter(|request| request.is_shareable(shared_for, deadline));
     let request = if let Some(request) = shared {
         request
     } else {
         let request = GreetingRequest::begin(monitors, deadline)?;
-        under_way.insert(monitors.to_vec(), Arc::downgrade(&request));
+        under_way.insert(of, Arc::downgrade(&request));
         request
     };
     Ok(PendingGreeting { request, deadline })

@@ -38,12 +38,20 @@ pub fn value_of<'a>(metadata: &'a BTreeMap<String, String>, key: &str) -> Option
     Some(found.trim()).filter(|value| !value.is_empty())
 }
 
+/// The least length of a passphrase that is itself the key of encrypted files.
+pub const RAW_KEY_BYTES: usize = 32;
+
 /// Why there is no passphrase. The text never has one.
 #[derive(Debug, thiserror::Error)]
 pub enum EncryptionError {
     /// The secret has no passphrase.
     #[error("the secret has no encryptionPassphrase")]
     Missing,
+    /// Its passphrase cannot be a key.
+    #[error(
+        "the secret's encryptionPassphrase has less than {RAW_KEY_BYTES} characters, which encryptionType `file` needs for a key"
+    )]
+    Short,
     /// No such key management system is configured.
     #[error("encryptionKMSID {id:?} is not in {}", path.display())]
     Unknown {

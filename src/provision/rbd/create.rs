@@ -80,6 +80,10 @@ impl<'a> Creation<'a> {
         if let Some(encryption) = &class.encryption {
             let keeper = store.keeper(&new.secrets);
             keeper.check(encryption).map_err(RbdError::from)?;
+            // A copy has the secret of its source.
+            if new.source.is_none() {
+                keeper.check_length(encryption).map_err(RbdError::from)?;
+            }
         }
         let journal = link.named_pool(&pools.journal)?;
         if let Some(data) = &pools.data {

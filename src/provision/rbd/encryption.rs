@@ -23,7 +23,10 @@ use crate::{
     ceph::{
         client::rbd::Image,
         csi_format::{
-            encryption::{EncryptionError, PREPARED, SEALED_KEY, STATE_KEY, value_of},
+            encryption::{
+                EncryptionError, PREPARED, RAW_KEY_BYTES, SEALED_KEY, STATE_KEY, passphrase,
+                value_of,
+            },
             journal::JournalEntry,
         },
         kms::{DEFAULT_KMS, Kms, KmsConfig},
@@ -152,6 +155,15 @@ impl PassphraseStore<'_> {
             return Err(EncryptionError::NotForFiles);
         }
         kms.check(self.secrets)
+    }
+
+    /// Refuses a passphrase of a request's secrets that nodes could not take for a key.
+    pub fn check_length(&self, encryption: &Encryption) -> Result<(), EncryptionError> {
+        let is_key = encryption.what == EncryptionType::Files && encryption.kms == DEFAULT_KMS;
+        if is_key && passphrase(self.secrets)?.reveal().len() < RAW_KEY_BYTES {
+            return Err(EncryptionError::Short);
+        }
+        Ok(())
     }
 
     /// Records in a blank image's metadata that it is to be encrypted, and stores its

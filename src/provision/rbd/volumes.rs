@@ -87,7 +87,8 @@ impl RbdStore {
         if header.is_grouped()? {
             let (image, open) = (found.path(), found.open(OpenMode::ReadOnly)?);
             let group = open.group()?;
-            return Err(if is_temporary(&group) {
+            // The name is empty if the group has ended meanwhile.
+            return Err(if group.is_empty() || is_temporary(&group) {
                 RbdError::GroupSnapshotUnderWay { image, group }
             } else {
                 RbdError::Grouped { image, group }
