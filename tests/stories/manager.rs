@@ -266,6 +266,12 @@ fn options_change_while_the_volume_is_in_use() {
             .unwrap();
         ask("'commit=20', 'ro'");
         machine.wait_for("data", "failed", "open for writing").await;
+        // Nothing was changed.
+        ask("'commit=20'");
+        machine.wait("data", "mounted");
+        assert_eq!(loops_over(&image), loops);
+        ask("'commit=20', 'ro'");
+        machine.wait_for("data", "failed", "open for writing").await;
         drop(written);
         machine.wait("data", "mounted");
         let refused = fs::write(path.join("new"), "").unwrap_err();
