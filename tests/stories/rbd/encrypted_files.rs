@@ -39,6 +39,8 @@ fn only_the_encrypted_directory_is_published() {
         let raw = node.stage(&volume(ceph, "block")).await;
         refused(raw, InvalidArgument, &["ext4"]);
         let volume = volume(ceph, "ext4");
+        // Without its module the file would be missing, too.
+        let _ = run_err(&["modprobe", "-q", "ext4"]);
         if !Path::new("/sys/fs/ext4/features/encryption").exists() {
             let staged = node.stage(&volume).await;
             refused(staged, FailedPrecondition, &["CONFIG_FS_ENCRYPTION"]);
@@ -53,6 +55,7 @@ fn only_the_encrypted_directory_is_published() {
         assert_eq!(names_in(&target), Vec::<String>::new());
         let content = Content::new("in the clear");
         content.put(&volume, &target);
+        node.kill9().await;
         node.restart().await;
         refused(
             node.unstage(&volume).await,
