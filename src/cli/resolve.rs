@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use tonic::{Code, Request, Response, metadata::MetadataValue};
+use tonic::{Request, Response, metadata::MetadataValue};
 
 use super::{context::Context, error::CliError};
 use crate::{
@@ -82,20 +82,7 @@ impl Context {
 
     /// The volume that has `wanted` as its id or its name, from the controller.
     pub async fn volume(&self, wanted: &str) -> Result<Volume, CliError> {
-        let (listed, is_complete) = match self.list_volumes().await {
-            // Of some controllers there is no list: only an id finds a volume.
-            Err(CliError::Refused { status, .. }) if status.code() == Code::Unimplemented => {
-                let (listed, omitted) = self.list_what_can_be_reached().await?;
-                // More than the directories: another volume of that name may be there.
-                let listed = if omitted.len() > 1 {
-                    Vec::new()
-                } else {
-                    listed
-                };
-                (listed, false)
-            }
-            listed => (listed?, true),
-        };
+        let listed = self.list_volumes().await?;
         let named = |volume: &Volume| {
             let name = name_of(&volume.volume_context).to_owned();
             (volume.volume_id.clone(), name)
@@ -103,8 +90,9 @@ impl Context {
         let all = listed.into_iter().map(|volume| (named(&volume), volume));
         match pick("volumes", wanted, all)? {
             Some(volume) => Ok(volume),
-            None if is_complete => Err(CliError::NoSuchVolume(wanted.to_owned())),
-            None => self.volume_of_id(wanted).await,
+            // The volumes of csi-driver-nfs are in no list. Their ids have one of these.
+            None if wanted.contains(['#', '/']) => self.volume_of_id(wanted).await,
+            None => Err(CliError::NoSuchVolume(wanted.to_owned())),
         }
     }
 

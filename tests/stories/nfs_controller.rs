@@ -150,10 +150,14 @@ fn volumes_of_a_pool_beside_a_share_have_names() {
         let of_share = claim("pvc-1", &[]);
         let of_share = controller.create(of_share).await.expect("made").volume_id;
         let operator = Operator::with_sockets(controller.socket(), controller.socket());
+        // Of csi-driver-nfs.
+        fs::create_dir(dir.join("pvc-9")).expect("made");
+        let unlisted = "127.0.0.1#share#pvc-9##".to_owned();
         for (wanted, id) in [
             ("named", &of_pool),
             (&of_pool, &of_pool),
             (&of_share, &of_share),
+            (&unlisted, &unlisted),
         ] {
             assert_eq!(operator.json(&["expand", wanted, "2Mi"])["volume_id"], **id);
         }
