@@ -490,10 +490,10 @@ impl Stores {
         .await
     }
 
-    /// [`Provisioner::capacity`]. A slow cluster delays no other.
+    /// [`Provisioner::capacity`]. A slow cluster or share delays no other.
     pub async fn capacity(&self, room: CapacityRequest) -> Result<Capacity, ProvisionError> {
-        let cluster_id = room.parameters.get("clusterID");
-        let key = format!("capacity of {}", cluster_id.map_or("", String::as_str));
+        let class: BTreeMap<_, _> = room.parameters.iter().collect();
+        let key = format!("capacity of {class:?}");
         self.of_class(&room.parameters)?
             .run(&key, "capacity", move |store| store.capacity(&room))
             .await
