@@ -54,6 +54,7 @@ use making::DirectoryDraft;
 use records::{DirectoryRecord, RecordedVolumes, VolumeRecords};
 use snapshots::PackedSnapshot;
 use tree::TreeSize;
+use unpack::UnpackBounds;
 
 const OF_SNAPSHOT: &str = "it is the directory of a snapshot, or in that";
 
@@ -285,7 +286,11 @@ impl NfsStore {
         };
         match &from {
             DirectoryOrigin::Tree(tree) => drop(self.copy(tree, &to, target, size)?),
-            DirectoryOrigin::Packed(packed) => self.unpack(packed, &to, target, size)?,
+            DirectoryOrigin::Packed(packed) => {
+                let share = export.room().map_err(cannot("read the size of"))?;
+                let bounds = UnpackBounds::new(size, share.f_blocks * share.f_frsize);
+                self.unpack(packed, &to, target, bounds)?;
+            }
         }
         if let Some(mode) = made.mode {
             let done = chmod(below::path_of(&to, ""), Mode::from_raw_mode(mode));
@@ -345,14 +350,13 @@ impl NfsStore {
         SourceTree::open(export, parsed.directory, missing)
     }
 
-    /// Fills an empty directory, which has room for `most` bytes, with what an archive has;
-    /// 0: any number.
+    /// Fills an empty directory with what an archive has.
     fn unpack(
         &self,
         from: &PackedSnapshot,
         to: &OwnedFd,
         target: CopyTarget,
-        most: u64,
+        bounds: UnpackBounds,
     ) -> Result<(), ProvisionError> {
         let place = Path::new("/").join(&target.pool).join(&from.path);
         let cannot = |source, below: &Path| ProvisionError::Io {
@@ -370,7 +374,7 @@ impl NfsStore {
         };
         let (archive, length) = opened().map_err(|error| cannot(error, Path::new("")))?;
         let running = self.copies.begin(target, length)?;
-        let done = unpack::unpack(archive, from.is_compressed, to, most, &running);
+        let done = unpack::unpack(archive, from.is_compressed, to, bounds, &running);
         done.map_err(|error| cannot(error.source, &error.path))
     }
 

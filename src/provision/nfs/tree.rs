@@ -414,7 +414,7 @@ pub fn reopen(file: &OwnedFd) -> rustix::io::Result<OwnedFd> {
     rustix::fs::open(of_descriptor(file), flags, Mode::empty())
 }
 
-fn of_descriptor(file: &OwnedFd) -> String {
+pub fn of_descriptor(file: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 

@@ -5,10 +5,12 @@
 //! leads out of the directory or has a device is refused.
 
 use std::{
+    cell::Cell,
+    collections::BTreeMap,
     ffi::{OsStr, OsString},
     fs::File,
     io::{self, Read},
-    os::unix::ffi::OsStrExt as _,
+    os::unix::{ffi::OsStrExt as _, fs::FileExt as _},
     path::{Component, Path, PathBuf},
 };
 
@@ -16,8 +18,8 @@ use flate2::read::MultiGzDecoder;
 use rustix::{
     fd::{AsFd, OwnedFd},
     fs::{
-        AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, chownat, fchmod, fchown,
-        futimens, linkat, mkdirat, mknodat, openat, symlinkat, syncfs, unlinkat, utimensat,
+        AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, chmod, chownat, fchmod,
+        fchown, futimens, linkat, mkdirat, mknodat, openat, symlinkat, syncfs, unlinkat, utimensat,
     },
     io::Errno,
 };
@@ -25,20 +27,39 @@ use tar::{Archive, Entry, EntryType, Header};
 
 use super::{
     below::{self, open_dir},
-    tree::{TreeError, refuse_longer_path},
+    tree::{TreeError, of_descriptor, refuse_longer_path},
 };
 use crate::{crash_point, provision::images::RunningCopy};
 
-/// Unpacks an archive into an empty directory, which becomes durable; not more than so many
-/// bytes, if any are given (0: any number).
+/// How much an archive may unpack to.
+#[derive(Clone, Copy, Debug)]
+pub struct UnpackBounds {
+    /// The bytes that are written.
+    written: u64,
+    /// The sizes of all files, with their holes: a header may claim any.
+    sizes: u64,
+}
+
+impl UnpackBounds {
+    /// A volume of so many bytes in a share of so many; 0: any number.
+    pub fn new(volume: u64, share: u64) -> Self {
+        let most = |bytes| if bytes == 0 { u64::MAX } else { bytes };
+        Self {
+            written: most(volume),
+            sizes: most(share),
+        }
+    }
+}
+
+/// Unpacks an archive into an empty directory, which becomes durable.
 pub fn unpack(
     archive: File,
     is_compressed: bool,
     to: &OwnedFd,
-    most: u64,
+    bounds: UnpackBounds,
     running: &RunningCopy,
 ) -> Result<(), TreeError> {
-    let unpacked = unpack_entries(archive, is_compressed, to, most, running);
+    let unpacked = unpack_entries(archive, is_compressed, to, bounds, running);
     unpacked.map_err(|error| TreeError {
         source: damaged(error.source),
         ..error
@@ -49,7 +70,7 @@ fn unpack_entries(
     archive: File,
     is_compressed: bool,
     to: &OwnedFd,
-    most: u64,
+    bounds: UnpackBounds,
     running: &RunningCopy,
 ) -> Result<(), TreeError> {
     let read = ProgressReader {
@@ -63,18 +84,26 @@ fn unpack_entries(
     } else {
         Box::new(io::BufReader::with_capacity(BUFFER, read))
     };
-    let mut archive = Archive::new(EndReader { content, zeros: 0 });
+    let state = ReadState::default();
+    let mut archive = Archive::new(ArchiveReader {
+        content,
+        state: &state,
+    });
     let mut unpacked = UnpackedTree {
         root: to,
-        left: if most == 0 { u64::MAX } else { most },
-        directories: Vec::new(),
+        left: bounds,
+        directories: BTreeMap::new(),
     };
     let top = |source| TreeError {
         path: PathBuf::new(),
         source,
     };
-    for entry in archive.entries().map_err(top)? {
+    let mut entries = archive.entries().map_err(top)?;
+    loop {
         crash_point();
+        state.begin_headers();
+        let Some(entry) = entries.next() else { break };
+        state.end_headers();
         running.report();
         let mut entry = entry.map_err(top)?;
         let name = OsString::from(OsStr::from_bytes(&entry.path_bytes()));
@@ -83,11 +112,12 @@ fn unpack_entries(
             source,
         })?;
     }
+    state.end_headers();
     unpacked.finish().map_err(top)?;
     let mut rest = archive.into_inner();
     // To the checksum of gzip, which is behind the last entry.
     io::copy(&mut rest, &mut io::sink()).map_err(top)?;
-    if rest.zeros < END {
+    if state.zeros.get() < END {
         return Err(top(invalid(
             "the archive has no end: its packing was interrupted",
         )));
@@ -98,6 +128,12 @@ fn unpack_entries(
 
 /// What is read of the archive at once.
 const BUFFER: usize = 1 << 17;
+/// Blocks of zeros become holes.
+const BLOCK: usize = 4096;
+static ZEROS: [u8; BLOCK] = [0; BLOCK];
+/// What an entry may have before its data: names, attributes and a map of its holes, which are
+/// kept in memory.
+const MOST_HEADERS: u64 = 8 << 20;
 /// The zeros at the end of an archive.
 const END: usize = 1024;
 
@@ -115,20 +151,46 @@ impl Read for ProgressReader<'_> {
     }
 }
 
-/// The content of an archive, with the number of the last zeros.
-struct EndReader<'c> {
-    content: Box<dyn Read + 'c>,
-    zeros: usize,
+/// What is read of an archive.
+#[derive(Default)]
+struct ReadState {
+    /// The last zeros since the data of the last entry.
+    zeros: Cell<usize>,
+    /// The bytes that may still be read.
+    left: Cell<u64>,
 }
 
-impl Read for EndReader<'_> {
+impl ReadState {
+    fn begin_headers(&self) {
+        self.zeros.set(0);
+        self.left.set(MOST_HEADERS);
+    }
+
+    fn end_headers(&self) {
+        self.left.set(u64::MAX);
+    }
+}
+
+/// The content of an archive.
+struct ArchiveReader<'c> {
+    content: Box<dyn Read + 'c>,
+    state: &'c ReadState,
+}
+
+impl Read for ArchiveReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let read = self.content.read(buffer)?;
-        let zeros = buffer[..read].iter().rev().take_while(|byte| **byte == 0);
-        self.zeros = match zeros.count() {
-            all if all == read => self.zeros.saturating_add(all),
+        let ReadState { zeros, left } = self.state;
+        if left.get() == 0 {
+            return Err(invalid("its headers are too long"));
+        }
+        let most = usize::try_from(left.get()).map_or(buffer.len(), |left| left.min(buffer.len()));
+        let read = self.content.read(&mut buffer[..most])?;
+        left.set(left.get() - read as u64);
+        let last = buffer[..read].iter().rev().take_while(|byte| **byte == 0);
+        zeros.set(match last.count() {
+            all if all == read => zeros.get().saturating_add(all),
             last => last,
-        };
+        });
         Ok(read)
     }
 }
@@ -136,10 +198,10 @@ impl Read for EndReader<'_> {
 /// A directory that is being filled.
 struct UnpackedTree<'t> {
     root: &'t OwnedFd,
-    /// How many bytes its files may still get.
-    left: u64,
+    /// What its files may still get.
+    left: UnpackBounds,
     /// Those whose attributes the making of entries would change.
-    directories: Vec<(PathBuf, Header)>,
+    directories: BTreeMap<PathBuf, Attributes>,
 }
 
 impl UnpackedTree<'_> {
@@ -149,9 +211,10 @@ impl UnpackedTree<'_> {
             return Ok(());
         }
         let path = inside(&entry.path_bytes())?;
+        let attributes = Attributes::parse(entry.header())?;
         if kind.is_dir() {
             let _ = self.directory(&path)?;
-            self.directories.push((path, entry.header().clone()));
+            self.directories.insert(path, attributes);
             return Ok(());
         }
         let name = path.file_name().ok_or_else(|| invalid("it has no name"))?;
@@ -162,7 +225,7 @@ impl UnpackedTree<'_> {
         };
         match kind {
             EntryType::Regular | EntryType::Continuous | EntryType::GNUSparse => {
-                return self.file(entry, &at, name);
+                return attributes.set(self.file(entry, &at, name)?);
             }
             EntryType::Symlink => {
                 let target = link()?;
@@ -182,14 +245,19 @@ impl UnpackedTree<'_> {
                 });
             }
             EntryType::Fifo => replace(&at, name, || {
-                mknodat(&at, name, FileType::Fifo, mode(entry.header())?, 0)
+                mknodat(&at, name, FileType::Fifo, Mode::RUSR, 0)
             })?,
             EntryType::Char | EntryType::Block => return Err(invalid("it is a device")),
             _ => return Err(invalid("it is of a kind that no directory has")),
         }
-        let (uid, gid) = owner(entry.header())?;
-        chownat(&at, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)?;
-        let times = times(entry.header())?;
+        let (uid, gid) = (Some(attributes.uid), Some(attributes.gid));
+        chownat(&at, name, uid, gid, AtFlags::SYMLINK_NOFOLLOW)?;
+        if kind == EntryType::Fifo {
+            let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let made = openat(&at, name, flags, Mode::empty())?;
+            chmod(of_descriptor(&made), attributes.mode)?;
+        }
+        let times = attributes.times();
         Ok(utimensat(&at, name, &times, AtFlags::SYMLINK_NOFOLLOW)?)
     }
 
@@ -198,21 +266,49 @@ impl UnpackedTree<'_> {
         entry: &mut Entry<'_, impl Read>,
         at: &OwnedFd,
         name: &OsStr,
-    ) -> io::Result<()> {
+    ) -> io::Result<File> {
         let size = entry.size();
-        self.left = self.left.checked_sub(size).ok_or_else(|| {
-            let why = "the snapshot takes more than the volume's size";
-            io::Error::new(io::ErrorKind::QuotaExceeded, why)
-        })?;
+        take(
+            &mut self.left.sizes,
+            size,
+            "the snapshot's files are larger than the share",
+        )?;
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
         let made = replace(at, name, || {
             openat(at, name, flags, Mode::RUSR | Mode::WUSR)
         })?;
-        let mut made = File::from(made);
-        if io::copy(entry, &mut made)? != size {
+        let made = File::from(made);
+        if self.write(entry, &made)? != size {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        attributes(made, entry.header())
+        made.set_len(size)?;
+        Ok(made)
+    }
+
+    /// Writes an entry's data but for its zeros, and returns the length with them.
+    fn write(&mut self, entry: &mut impl Read, made: &File) -> io::Result<u64> {
+        let is_zero = |block: &[u8]| *block == ZEROS[..block.len()];
+        let mut data = Vec::with_capacity(BUFFER);
+        let mut end = 0;
+        loop {
+            data.clear();
+            entry.take(BUFFER as u64).read_to_end(&mut data)?;
+            if data.is_empty() {
+                return Ok(end);
+            }
+            let blocks: Vec<&[u8]> = data.chunks(BLOCK).collect();
+            let mut rest = &data[..];
+            for run in blocks.chunk_by(|a, b| is_zero(a) == is_zero(b)) {
+                let (bytes, after) = rest.split_at(run.iter().map(|block| block.len()).sum());
+                rest = after;
+                if !is_zero(run[0]) {
+                    let why = "the snapshot takes more than the volume's size";
+                    take(&mut self.left.written, bytes.len() as u64, why)?;
+                    made.write_all_at(bytes, end)?;
+                }
+                end += bytes.len() as u64;
+            }
+        }
     }
 
     /// The directory of that path, made if missing.
@@ -233,9 +329,9 @@ impl UnpackedTree<'_> {
 
     /// Gives the directories their attributes, those of inner ones first.
     fn finish(&mut self) -> io::Result<()> {
-        while let Some((path, header)) = self.directories.pop() {
+        while let Some((path, attributes)) = self.directories.pop_last() {
             let dir = below::walk(self.root, path)?;
-            attributes(open_dir(&dir, c".")?, &header)?;
+            attributes.set(open_dir(&dir, c".")?)?;
         }
         Ok(())
     }
@@ -270,37 +366,50 @@ fn inside(path: &[u8]) -> io::Result<PathBuf> {
     Ok(inside)
 }
 
-/// Owner first: a change of it clears mode bits.
-fn attributes(made: impl AsFd, header: &Header) -> io::Result<()> {
-    let (uid, gid) = owner(header)?;
-    fchown(&made, Some(uid), Some(gid))?;
-    fchmod(&made, mode(header)?)?;
-    Ok(futimens(made, &times(header)?)?)
+/// Takes bytes of those that are left.
+fn take(left: &mut u64, bytes: u64, why: &'static str) -> io::Result<()> {
+    let rest = left.checked_sub(bytes);
+    *left = rest.ok_or_else(|| io::Error::new(io::ErrorKind::FileTooLarge, why))?;
+    Ok(())
 }
 
-fn owner(header: &Header) -> io::Result<(Uid, Gid)> {
-    let id = |id: u64| u32::try_from(id).map_err(|_| invalid("its owner has no such number"));
-    Ok((
-        Uid::from_raw(id(header.uid()?)?),
-        Gid::from_raw(id(header.gid()?)?),
-    ))
+/// The attributes of an entry.
+struct Attributes {
+    uid: Uid,
+    gid: Gid,
+    mode: Mode,
+    /// Seconds, before 1970 negative.
+    written: i64,
 }
 
-fn mode(header: &Header) -> rustix::io::Result<Mode> {
-    let mode = header.mode().map_err(|_| Errno::INVAL)?;
-    Ok(Mode::from_raw_mode(mode & 0o7777))
-}
+impl Attributes {
+    fn parse(header: &Header) -> io::Result<Self> {
+        let id = |id: u64| u32::try_from(id).map_err(|_| invalid("its owner has no such number"));
+        Ok(Self {
+            uid: Uid::from_raw(id(header.uid()?)?),
+            gid: Gid::from_raw(id(header.gid()?)?),
+            mode: Mode::from_raw_mode(header.mode()? & 0o7777),
+            written: header.mtime()?.cast_signed(),
+        })
+    }
 
-fn times(header: &Header) -> io::Result<Timestamps> {
-    let written = i64::try_from(header.mtime()?).map_err(|_| invalid("it has no such time"))?;
-    let written = Timespec {
-        tv_sec: written,
-        tv_nsec: 0,
-    };
-    Ok(Timestamps {
-        last_access: written,
-        last_modification: written,
-    })
+    /// Owner first: a change of it clears mode bits.
+    fn set(&self, made: impl AsFd) -> io::Result<()> {
+        fchown(&made, Some(self.uid), Some(self.gid))?;
+        fchmod(&made, self.mode)?;
+        Ok(futimens(made, &self.times())?)
+    }
+
+    fn times(&self) -> Timestamps {
+        let written = Timespec {
+            tv_sec: self.written,
+            tv_nsec: 0,
+        };
+        Timestamps {
+            last_access: written,
+            last_modification: written,
+        }
+    }
 }
 
 /// The error of an archive that cannot be parsed; that of a system call stays.
@@ -332,6 +441,9 @@ mod tests {
 
     use super::*;
     use crate::provision::images::{Copies, CopyKind, CopyTarget};
+
+    /// The size of a share.
+    const SHARE: u64 = 1 << 30;
 
     struct Unpacking {
         dir: TempDir,
@@ -365,7 +477,8 @@ mod tests {
             };
             let running = Copies::new(1, 1).begin(target, 0).expect("begun");
             let archive = File::open(packed).expect("opened");
-            unpack(archive, is_compressed, &to, most, &running).map_err(|error| error.source)
+            let bounds = UnpackBounds::new(most, SHARE);
+            unpack(archive, is_compressed, &to, bounds, &running).map_err(|error| error.source)
         }
     }
 
@@ -403,6 +516,8 @@ mod tests {
         fs::hard_link(from.join("a/b").join(&long), from.join("link")).expect("linked");
         symlink("/nowhere", from.join("symlink")).expect("linked");
         rustix::fs::mknodat(CWD, from.join("fifo"), FileType::Fifo, Mode::RUSR, 0).expect("made");
+        // More than a umask leaves.
+        chmod(from.join("fifo"), Mode::from_raw_mode(0o666)).expect("set");
         for path in ["a/b", "a", ""] {
             let path = from.join(path);
             std::os::unix::fs::chown(&path, Some(1234), Some(77)).expect("owned");
@@ -432,14 +547,83 @@ mod tests {
             assert_eq!(target, Path::new("/nowhere"));
 
             // Cut anywhere, it is no snapshot.
+            let last = archive
+                .iter()
+                .rposition(|byte| *byte != 0)
+                .expect("not empty");
+            let end = (last + 1).next_multiple_of(512) + END;
             for cut in [1, archive.len() / 4, archive.len() / 2, archive.len() - 1] {
                 let cut = &archive[..archive.len() - cut];
                 // Padding behind the end is none of it.
-                let is_whole = !is_compressed && cut.ends_with(&[0; END]);
+                let is_whole = !is_compressed && cut.len() >= end;
                 let unpacked = Unpacking::new().unpack(cut, is_compressed, 0);
                 assert_eq!(unpacked.is_ok(), is_whole);
             }
         }
+    }
+
+    #[test]
+    fn zeros_are_holes_that_count_in_no_quota() {
+        let unpacking = Unpacking::new();
+        let mut data = vec![0; 1 << 20];
+        data[300_000..308_000].fill(7);
+        let archive = packed(|it| entry(it, EntryType::Regular, "file", "", &data));
+        unpacking
+            .unpack(&archive, false, 12 << 10)
+            .expect("it fits");
+        let file = unpacking.at("to/file");
+        assert!(fs::read(&file).expect("read") == data);
+        let blocks = fs::metadata(file).expect("there").blocks();
+        assert!(blocks * 512 < 1 << 18, "{blocks}");
+
+        // Cut before its end, though it ends with zeros.
+        let cut = archive.len() - END;
+        let unpacked = Unpacking::new().unpack(&archive[..cut], false, 0);
+        let error = unpacked.expect_err("it has no end");
+        assert!(error.to_string().contains("no end"), "{error}");
+    }
+
+    #[test]
+    fn what_headers_claim_is_bounded() {
+        let claim = |size: u64| {
+            let mut header = Header::new_gnu();
+            let raw = header.as_gnu_mut().expect("it is one");
+            raw.name[..4].copy_from_slice(b"file");
+            raw.sparse[0].set_offset(size);
+            raw.sparse[0].set_length(0);
+            raw.set_real_size(size);
+            header.set_entry_type(EntryType::GNUSparse);
+            header.set_mode(0o644);
+            header.set_uid(0);
+            header.set_gid(0);
+            // Before 1970.
+            header.set_mtime((-5_i64).cast_unsigned());
+            header.set_size(0);
+            header.set_cksum();
+            packed(|it| it.append(&header, &[][..]).expect("packed"))
+        };
+        let unpacking = Unpacking::new();
+        unpacking.unpack(&claim(1 << 20), false, 1).expect("a hole");
+        let made = fs::metadata(unpacking.at("to/file")).expect("there");
+        assert_eq!((made.len(), made.blocks(), made.mtime()), (1 << 20, 0, -5));
+        let error = Unpacking::new().unpack(&claim(SHARE + 1), false, 1);
+        let error = error.expect_err("larger than the share");
+        assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);
+
+        let long = "n".repeat(9 << 20);
+        let named = packed(|it| {
+            entry(
+                it,
+                EntryType::GNULongName,
+                "././@LongLink",
+                "",
+                long.as_bytes(),
+            );
+            entry(it, EntryType::Regular, "file", "", b"text");
+        });
+        let error = Unpacking::new().unpack(&named, false, 0);
+        let error = error.expect_err("a name of 9 MiB").to_string();
+        assert!(error.contains("headers are too long"), "{error}");
     }
 
     #[test]
@@ -501,7 +685,7 @@ mod tests {
         };
         assert_eq!(kind_of(&compressed, true, 5000), Ok(()));
         let too_large = kind_of(&compressed, true, 4999);
-        assert_eq!(too_large, Err(io::ErrorKind::QuotaExceeded));
+        assert_eq!(too_large, Err(io::ErrorKind::FileTooLarge));
         for at in [0, compressed.len() / 2, compressed.len() - 6] {
             let mut damaged = compressed.clone();
             damaged[at] ^= 0x55;
