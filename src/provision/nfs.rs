@@ -1,6 +1,6 @@
 //! The store of directories on NFS servers. It makes and removes directories of a share
-//! that is mounted on the controller's machine, or is there; it mounts nothing, and needs
-//! no privileges.
+//! that is mounted on the controller's machine, or is there; it mounts nothing. Quotas need
+//! `CAP_SYS_ADMIN`.
 //!
 //! Handles, parameters and what a delete does are csi-driver-nfs'. The directory is the
 //! volume: there is no catalogue, so an equal request finds what an earlier one made. Volumes
@@ -165,7 +165,8 @@ impl NfsStore {
         }
         let obstacle = quota::obstacle(root, directory.sub_dir());
         match obstacle.map_err(failed("read the quota of", directory))? {
-            None => range.choose(0, 0).map(Some),
+            // A limit alone is the size, too.
+            None => range.choose(range.limit, range.limit.min(1)).map(Some),
             Some(why) if self.quotas == QuotaPolicy::Auto => {
                 tracing::info!(%directory, why, "the size of the volume is not enforced");
                 Ok(None)
@@ -211,24 +212,40 @@ impl NfsStore {
         let quota = self.quota(&root, directory, range)?;
         let attempt = || {
             let found: Option<DirectoryRecord> = records::read(&root, &path)?;
-            if found.is_some_and(|it| it != record) && export.has(sub_dir)? {
-                return Ok(Err("it is a copy of a volume or snapshot"));
+            let is_recorded = found.is_some();
+            let is_there = export.has(sub_dir)?;
+            if found.is_some_and(|it| it != record) && is_there {
+                return Ok(Err("it is a copy of a volume or snapshot".to_owned()));
             }
             if snapshots::has(&root, sub_dir)? {
-                return Ok(Err(OF_SNAPSHOT));
+                return Ok(Err(OF_SNAPSHOT.to_owned()));
+            }
+            let parent = below::split(sub_dir).0;
+            if let Some(bytes) = quota.filter(|_| is_there) {
+                let dir = below::walk(&root, sub_dir)?;
+                let size = quota::limit(&below::walk(&root, parent)?, &dir)?.max(bytes);
+                if !range.holds(size) {
+                    return Ok(Err(its_size(size)));
+                }
             }
             records::write(&root, &path, &record)?;
             crash_point();
-            let dir = export.make(sub_dir, made.mode)?;
+            let dir = export.make(sub_dir, made.mode).or_else(|error| {
+                // Nobody deletes a volume whose making was refused.
+                if !is_recorded && matches!(export.has(sub_dir), Ok(false)) {
+                    records::remove(&root, &path)?;
+                }
+                Err(error)
+            })?;
             let Some(bytes) = quota else {
                 return Ok(Ok(0));
             };
             crash_point();
-            let above = below::walk(&root, below::split(sub_dir).0)?;
+            let above = below::walk(&root, parent)?;
             quota::give(&above, &dir, &directory.to_string(), bytes).map(Ok)
         };
         let attempted = attempt().map_err(failed("make", directory))?;
-        attempted.map_err(|how| differs(made, how))
+        attempted.map_err(|how| differs(made, &how))
     }
 
     /// Makes a copy, or finds the one that an equal request made; returns its size if that is
@@ -478,6 +495,10 @@ fn context_of(it: &Directory) -> BTreeMap<String, String> {
     context.map(|(key, value)| (key.to_owned(), value)).into()
 }
 
+fn its_size(bytes: u64) -> String {
+    format!("its size is {bytes}")
+}
+
 fn differs(made: &NewDirectory, how: &str) -> ProvisionError {
     ProvisionError::Differs {
         name: made.handle.directory.to_string(),
@@ -550,7 +571,7 @@ impl Provisioner for NfsStore {
             Some(source) => self.create_copy(&made, new, source)?,
         };
         if bytes != 0 && !new.range.holds(bytes) {
-            return Err(differs(&made, &format!("its size is {bytes}")));
+            return Err(differs(&made, &its_size(bytes)));
         }
         Ok(VolumeInfo {
             source: new.source.clone(),

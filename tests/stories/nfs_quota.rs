@@ -110,8 +110,24 @@ fn the_size_of_a_directory_is_enforced_and_grows() {
                 Code::AlreadyExists,
                 &["its size"],
             );
+            // Its refusal leaves nothing that keeps the directory.
+            let mut other = sized("pvc-3", 16 * MIB, &[("subDir", "pvc-1")]);
+            other.capacity_range.as_mut().expect("a range").limit_bytes = 16 << 20;
+            refused(
+                controller.create(other).await,
+                Code::AlreadyExists,
+                &["its size"],
+            );
+            let mut limited = sized("pvc-4", 0, &[]);
+            limited
+                .capacity_range
+                .as_mut()
+                .expect("a range")
+                .limit_bytes = 32 << 20;
+            let (_, bytes) = create(&controller, limited).await;
+            assert_eq!((bytes, size(&dir.join("pvc-4"))), (32 * MIB, 32 * MIB));
 
-            for name in ["pvc-1", "pvc-2"] {
+            for name in ["pvc-1", "pvc-2", "pvc-4"] {
                 let id = format!("127.0.0.1#share#{name}##");
                 controller.delete(&id).await.expect("deleted");
             }
@@ -179,7 +195,7 @@ fn made_handle(name: &str) -> String {
 #[test]
 fn directories_in_one_with_a_quota_count_there() {
     story(async |sandbox| {
-        on_each(sandbox, async |_, dir| {
+        on_each(sandbox, async |fs_type, dir| {
             let controller = over(sandbox, dir).await;
             let (outer, _) = create(&controller, sized("team", 16 * MIB, &[])).await;
             let (source, _) = create(&controller, sized("source", 16 * MIB, &[])).await;
@@ -210,6 +226,14 @@ fn directories_in_one_with_a_quota_count_there() {
             assert_eq!(fs::read_to_string(archived).expect("kept"), "copied");
             assert_eq!(size(&dir.join("team")), 16 * MIB);
             controller.delete(&source).await.expect("deleted");
+            // ext4 lets the controller exceed it.
+            if fs_type == "xfs" {
+                fill(&dir.join("team/file"), 20).expect_err("too much");
+                let late = controller.create(in_team("late", "delete")).await;
+                refused(late, Code::ResourceExhausted, &["team/late"]);
+                assert_eq!(names(&dir.join(".uring-csi/volumes")).len(), 1);
+                fs::remove_file(dir.join("team/file")).expect("removed");
+            }
             fs::create_dir_all(dir.join("team/d/e/f")).expect("made");
             controller.delete(&outer).await.expect("deleted");
             assert!(!dir.join("team").exists());
@@ -252,20 +276,52 @@ fn an_archive_has_no_limit_and_a_new_volume_another_project() {
     });
 }
 
+/// Makes a directory in a project of 64 MiB.
+fn limit_of_administrator(share: &Path, dir: &Path, project: u32) {
+    fs::create_dir(dir).expect("made");
+    let at = share.to_str().expect("UTF-8");
+    for command in [
+        format!("project -s -p {} {project}", dir.display()),
+        format!("limit -p bhard=64m {project}"),
+    ] {
+        run(&["xfs_quota", "-f", "-x", "-c", &command, at]);
+    }
+}
+
+#[test]
+fn projects_of_an_administrator_keep_their_limits() {
+    story(async |sandbox| {
+        on_each(sandbox, async |_, dir| {
+            limit_of_administrator(dir, &dir.join("team"), 7);
+            limit_of_administrator(dir, &dir.join("ns"), 8);
+            let controller = over(sandbox, dir).await;
+            let class = [("subDir", "team"), ("onDelete", "archive")];
+            let (team, bytes) = create(&controller, sized("pvc-1", 128 * MIB, &class)).await;
+            assert_eq!((bytes, size(&dir.join("team"))), (0, 64 * MIB));
+            controller.expand(&team, 256 * MIB).await.expect("grown");
+            assert_eq!(size(&dir.join("team")), 64 * MIB);
+            controller.delete(&team).await.expect("archived");
+            assert_eq!(size(&dir.join("archived-team")), 64 * MIB);
+
+            let inner = sized("pvc-2", 16 * MIB, &[("subDir", "ns/v")]);
+            let (inner, bytes) = create(&controller, inner).await;
+            assert_eq!((bytes, size(&dir.join("ns/v"))), (0, 64 * MIB));
+            fs::create_dir_all(dir.join("ns/v/a/b/c")).expect("made");
+            controller.delete(&inner).await.expect("deleted");
+            assert!(!dir.join("ns/v").exists());
+            assert_eq!(size(&dir.join("ns")), 64 * MIB);
+        })
+        .await;
+    });
+}
+
 /// The server's administrator limits the share as a whole.
 #[test]
 fn a_share_with_a_quota_of_its_own_has_no_others() {
     story(async |sandbox| {
         on_each(sandbox, async |_, dir| {
             let share = dir.join("share");
-            fs::create_dir(&share).expect("made");
-            let at = dir.to_str().expect("UTF-8");
-            for command in [
-                format!("project -s -p {} 7", share.display()),
-                "limit -p bhard=64m 7".to_owned(),
-            ] {
-                run(&["xfs_quota", "-f", "-x", "-c", &command, at]);
-            }
+            limit_of_administrator(dir, &share, 7);
             let controller = over(sandbox, &share).await;
             let (source, bytes) = create(&controller, sized("pvc-1", 16 * MIB, &[])).await;
             assert_eq!((bytes, size(&share.join("pvc-1"))), (0, 64 * MIB));

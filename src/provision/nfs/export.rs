@@ -98,7 +98,7 @@ impl NfsExport {
     }
 
     /// Renames the directory to `aside`, in the share itself, and removes those above it
-    /// that are empty then. Nothing happens if an earlier call has set it aside: what has its
+    /// that are empty then, but for those that an administrator has given a project. Nothing happens if an earlier call has set it aside: what has its
     /// path by now is another volume's, as none of the same handle is made before `aside` is
     /// removed. A directory above it for which `is_kept` stays, though it is empty.
     pub fn set_aside(
@@ -130,6 +130,7 @@ impl NfsExport {
             let above = walk(&root, parent)?;
             // Of a deleted volume in whose directory others were.
             let quota = match absent_is_none(walk(&above, name))? {
+                Some(dir) if quota::is_administrators(&above, &dir)? => break,
                 Some(dir) => quota::own(&above, &dir)?,
                 None => None,
             };
@@ -157,7 +158,11 @@ impl NfsExport {
     ) -> io::Result<()> {
         let root = self.open()?;
         let aside = below::make(&root, aside, 0o700)?;
-        let mut number = 0;
+        // Above the names of what a killed call has moved: where a rename replaces, that of a
+        // file to a link of itself does nothing.
+        let taken = below::names(&aside)?.into_iter();
+        let taken = taken.filter_map(|name| name.to_str().ok()?.parse::<u32>().ok());
+        let mut number = taken.max().map_or(0, |last| u64::from(last) + 1);
         let mut to_look = vec![PathBuf::from(sub_dir)];
         while let Some(path) = to_look.pop() {
             let dir = match walk(&root, &path) {
@@ -208,7 +213,7 @@ impl NfsExport {
     pub fn remove(&self, aside: &str) -> io::Result<Done> {
         let root = self.open()?;
         if let Some(dir) = absent_is_none(walk(&root, aside))? {
-            quota::end(&root, &dir)?;
+            quota::end_for_removal(&root, &dir)?;
         }
         removal::remove(&root, aside)
     }

@@ -65,7 +65,7 @@ impl<'s> DirectoryDraft<'s> {
         if let Some(new) = below::absent_is_none(below::walk(&self.dir, NEW))? {
             records::remove(self.share, &self.record)?;
             crash_point();
-            quota::end(&self.dir, &new)?;
+            quota::end_for_removal(&self.dir, &new)?;
             let _ = removal::remove(&self.dir, NEW)?;
         }
         Ok(())
@@ -75,6 +75,8 @@ impl<'s> DirectoryDraft<'s> {
     pub fn make(&self, path: &str) -> io::Result<OwnedFd> {
         crash_point();
         let (above, _) = below::deepest(self.share, below::split(path).0)?;
+        // Not that of a place which a dead maker had found.
+        quota::leave(&self.dir)?;
         quota::follow(&self.dir, &above)?;
         below::make(&self.dir, NEW, 0o700)
     }

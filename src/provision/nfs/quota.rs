@@ -48,6 +48,7 @@ const NOT_ENFORCED: &str =
     "the share's file system enforces no project quotas; XFS and ext4 do, mounted with prjquota";
 const NO_PRIVILEGE: &str = "the controller lacks CAP_SYS_ADMIN";
 const NESTED: &str = "what is in the directory above it counts in the quota of that";
+const IN_ANOTHER: &str = "an administrator has given it a project";
 const HAS_FILES: &str = "it was there before, with files that count in no quota";
 
 /// Why the volume of a path could not have a quota, if it could not.
@@ -77,6 +78,8 @@ pub fn obstacle(root: &OwnedFd, path: &str) -> io::Result<Option<&'static str>> 
         None
     } else if of(&above)?.is_inherited {
         Some(NESTED)
+    } else if of(&at)?.is_inherited {
+        Some(IN_ANOTHER)
     } else {
         (!is_empty(&at)?).then_some(HAS_FILES)
     })
@@ -84,12 +87,12 @@ pub fn obstacle(root: &OwnedFd, path: &str) -> io::Result<Option<&'static str>> 
 
 /// Gives a directory at least so many bytes, in a project of its own; 0: no limit. The name
 /// makes a clash of two controllers unlikely. Returns its limit, which is durable; 0: none, as
-/// the directory has files.
+/// the directory has files or another's project.
 pub fn give(above: &OwnedFd, dir: &OwnedFd, name: &str, bytes: u64) -> io::Result<u64> {
     if let Some(id) = own(above, dir)? {
         return grow(dir, id, bytes);
     }
-    if !is_empty(dir)? {
+    if of(dir)?.is_inherited || !is_empty(dir)? {
         return Ok(0);
     }
     for id in ids(name) {
@@ -110,10 +113,13 @@ pub fn give(above: &OwnedFd, dir: &OwnedFd, name: &str, bytes: u64) -> io::Resul
     Err(io::Error::other("every project of the driver's is in use"))
 }
 
-/// Raises the limit of a directory that has a quota to so many bytes; returns it.
+/// Raises the limit of a directory that has a quota to so many bytes; returns it. None if the
+/// directory has no quota, or the file system enforces none by now.
 pub fn expand(above: &OwnedFd, dir: &OwnedFd, bytes: u64) -> io::Result<Option<u64>> {
-    let id = own(above, dir)?;
-    id.map(|id| grow(dir, id, bytes)).transpose()
+    match own(above, dir)? {
+        Some(id) if project::is_enforced(dir)? => grow(dir, id, bytes).map(Some),
+        _ => Ok(None),
+    }
 }
 
 fn grow(dir: &OwnedFd, id: u32, bytes: u64) -> io::Result<u64> {
@@ -139,29 +145,40 @@ pub fn limit(above: &OwnedFd, dir: &OwnedFd) -> io::Result<u64> {
     }
 }
 
-/// Ends the quota of a directory, if it has one, and lets anything be moved into it. What is
-/// in it stays in its project, which is not free before that is removed.
+/// Ends the quota of a directory, if it has one. What is in it stays in its project, which is
+/// not free before that is removed.
 pub fn end(above: &OwnedFd, dir: &OwnedFd) -> io::Result<()> {
     if let Some(id) = own(above, dir)? {
         clear(dir, id)?;
         crash_point();
-    }
-    if of(dir)?.is_inherited {
-        join(dir, Project::default())?;
+        leave(dir)?;
     }
     Ok(())
 }
 
-/// Lets a directory be moved into `place`.
+/// Ends the quota of a directory that is to be removed, and lets anything be moved into it.
+pub fn end_for_removal(above: &OwnedFd, dir: &OwnedFd) -> io::Result<()> {
+    end(above, dir)?;
+    leave(dir)
+}
+
+/// Lets a directory be moved into `place`. Where that has no project, the directory leaves one
+/// of the driver's, which is that of a directory above it, and keeps an administrator's.
 pub fn follow(dir: &OwnedFd, place: &OwnedFd) -> io::Result<()> {
-    let place = of(place)?;
-    let project = if place.is_inherited {
-        place
-    } else {
-        Project::default()
-    };
-    if of(dir)? != project {
-        join(dir, project)?;
+    let (project, place) = (of(dir)?, of(place)?);
+    if !place.is_inherited {
+        return if is_ours(project) { leave(dir) } else { Ok(()) };
+    }
+    if project != place {
+        join(dir, place)?;
+    }
+    Ok(())
+}
+
+/// Lets a directory have no project.
+pub fn leave(dir: &OwnedFd) -> io::Result<()> {
+    if of(dir)?.is_inherited {
+        join(dir, Project::default())?;
     }
     Ok(())
 }
@@ -186,11 +203,21 @@ fn is_unavailable(error: &io::Error) -> bool {
     )
 }
 
-/// The project that is the directory's own.
+/// The project of the driver's that is the directory's own.
 pub fn own(above: &OwnedFd, dir: &OwnedFd) -> io::Result<Option<u32>> {
     let project = of(dir)?;
-    let has_one = project.is_inherited && project.id != 0 && !of(above)?.is_inherited;
+    let has_one = is_ours(project) && !of(above)?.is_inherited;
     Ok(has_one.then_some(project.id))
+}
+
+/// Whether an administrator has given the directory a project.
+pub fn is_administrators(above: &OwnedFd, dir: &OwnedFd) -> io::Result<bool> {
+    let project = of(dir)?;
+    Ok(project.is_inherited && !is_ours(project) && project != of(above)?)
+}
+
+fn is_ours(project: Project) -> bool {
+    project.is_inherited && (FIRST_ID..FIRST_ID + IDS).contains(&project.id)
 }
 
 fn own_project(id: u32) -> Project {

@@ -23,7 +23,7 @@ use super::{
     handle::{DirectoryHandle, RECORDS},
 };
 use crate::{
-    digest, nfs,
+    digest, error_chain, nfs,
     pool::draft::{self, Durability::Durable},
     provision::ContentSource,
 };
@@ -176,12 +176,20 @@ impl RecordedVolumes {
         Ok(inner)
     }
 
-    /// The volumes of a share whose directories are there, with their records. Fails at a record
-    /// that cannot be read.
+    /// The volumes of a share whose directories are there, with their records, but for records
+    /// that cannot be parsed.
     pub fn list(&self, share: &OwnedFd) -> io::Result<Vec<(String, DirectoryHandle)>> {
         let mut all = Vec::new();
         for record in VolumeRecords::list(share)?.0 {
-            let Some(handle) = self.get(share, &record)? else {
+            let handle = match self.get(share, &record) {
+                Err(error) if is_bad(&error) => {
+                    let error = error_chain(&error);
+                    tracing::warn!(error, "a volume is not listed");
+                    continue;
+                }
+                known => known?,
+            };
+            let Some(handle) = handle else {
                 continue;
             };
             if below::has(share, handle.directory.sub_dir()).unwrap_or(true) {
