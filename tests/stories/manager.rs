@@ -56,6 +56,20 @@ impl Machine {
         }
     }
 
+    /// With a controller, to which its operator talks, too.
+    async fn start_with_controller(sandbox: &Sandbox) -> (Self, Controller) {
+        let machine = Self::start_with(sandbox, NodeSetup::new(sandbox)).await;
+        let controller = Controller::start(sandbox).await;
+        let operator = Operator::new(&machine.node, &controller);
+        (
+            Self {
+                operator,
+                ..machine
+            },
+            controller,
+        )
+    }
+
     /// Where a volume is to appear.
     fn path(&self, name: &str) -> PathBuf {
         self.node.kubelet.join(name)
@@ -421,9 +435,7 @@ fn a_raw_volume_is_a_device_at_a_path() {
 #[test]
 fn a_volume_that_up_makes_persists() {
     story(async |sandbox| {
-        let mut machine = Machine::start_with(sandbox, NodeSetup::new(sandbox)).await;
-        let controller = Controller::start(sandbox).await;
-        machine.operator = Operator::new(&machine.node, &controller);
+        let (machine, _controller) = Machine::start_with_controller(sandbox).await;
         let operator = &machine.operator;
         let path = machine.path("data");
         let text = path.to_str().unwrap();
@@ -501,9 +513,7 @@ fn a_volume_that_up_makes_persists() {
 #[test]
 fn a_file_names_a_volume_of_the_controller() {
     story(async |sandbox| {
-        let mut machine = Machine::start_with(sandbox, NodeSetup::new(sandbox)).await;
-        let controller = Controller::start(sandbox).await;
-        machine.operator = Operator::new(&machine.node, &controller);
+        let (machine, _controller) = Machine::start_with_controller(sandbox).await;
         let operator = &machine.operator;
         let path = machine.path("data");
         let file = sandbox.dir().join("data.toml");

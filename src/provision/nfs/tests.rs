@@ -3,10 +3,32 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rustix::fs::{CWD, OFlags, openat};
 use tempfile::TempDir;
 
 use super::*;
-use crate::{Kind, provision::AccessibilityRequirements};
+use crate::{
+    Kind,
+    provision::{AccessibilityRequirements, images::RunningCopy},
+};
+
+/// A directory, as the modules below walk from it.
+pub fn opened(dir: &Path) -> OwnedFd {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    openat(CWD, dir, flags, Mode::empty()).expect("a directory")
+}
+
+/// A copy of so many bytes that is under way.
+pub fn running(bytes: u64) -> RunningCopy {
+    let target = CopyTarget {
+        kind: CopyKind::Volume,
+        name: "copy".to_owned(),
+        handle: "handle".to_owned(),
+        source: "source".to_owned(),
+        pool: "share".to_owned(),
+    };
+    Copies::new(1, 1).begin(target, bytes).expect("begun")
+}
 
 /// A share and the controller's store over it.
 struct Share {

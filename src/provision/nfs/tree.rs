@@ -455,27 +455,11 @@ mod tests {
 
     use rustix::fs::{CWD, getxattr, setxattr};
 
-    use super::*;
-    use crate::{
-        Done,
-        provision::images::{Copies, CopyKind, CopyTarget},
+    use super::{
+        super::tests::{opened, running},
+        *,
     };
-
-    fn opened(dir: &Path) -> OwnedFd {
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        openat(CWD, dir, flags, Mode::empty()).expect("a directory")
-    }
-
-    fn running(bytes: u64) -> RunningCopy {
-        let target = CopyTarget {
-            kind: CopyKind::Volume,
-            name: "copy".to_owned(),
-            handle: "handle".to_owned(),
-            source: "source".to_owned(),
-            pool: "share".to_owned(),
-        };
-        Copies::new(1, 1).begin(target, bytes).expect("begun")
-    }
+    use crate::Done;
 
     fn copied(from: &Path, to: &Path) -> Result<TreeSize, TreeError> {
         let from = opened(from);

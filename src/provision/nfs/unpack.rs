@@ -439,8 +439,10 @@ mod tests {
     use tar::Builder;
     use tempfile::TempDir;
 
-    use super::*;
-    use crate::provision::images::{Copies, CopyKind, CopyTarget};
+    use super::{
+        super::tests::{opened, running},
+        *,
+    };
 
     /// The size of a share.
     const SHARE: u64 = 1 << 30;
@@ -466,19 +468,11 @@ mod tests {
         fn unpack(&self, archive: &[u8], is_compressed: bool, most: u64) -> io::Result<()> {
             let packed = self.at("archive");
             fs::write(&packed, archive).expect("written");
-            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            let to = openat(CWD, self.at("to"), flags, Mode::empty()).expect("opened");
-            let target = CopyTarget {
-                kind: CopyKind::Volume,
-                name: "copy".to_owned(),
-                handle: "handle".to_owned(),
-                source: "source".to_owned(),
-                pool: "share".to_owned(),
-            };
-            let running = Copies::new(1, 1).begin(target, 0).expect("begun");
+            let to = opened(&self.at("to"));
             let archive = File::open(packed).expect("opened");
             let bounds = UnpackBounds::new(most, SHARE);
-            unpack(archive, is_compressed, &to, bounds, &running).map_err(|error| error.source)
+            let done = unpack(archive, is_compressed, &to, bounds, &running(0));
+            done.map_err(|error| error.source)
         }
     }
 
