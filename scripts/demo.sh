@@ -25,7 +25,8 @@ source scripts/agents.sh
 # shellcheck source=scripts/show.sh
 source scripts/show.sh
 
-# What uringctl knows the volume of a name by. Directories of NFS servers are not listed.
+# What uringctl knows the volume of a name by. Lists have directories of NFS servers
+# without their names.
 id_of() {
   if [[ $BACKEND == nfs ]]; then echo "127.0.0.1#share#$1##"; else echo "$1"; fi
 }
