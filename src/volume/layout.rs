@@ -77,15 +77,11 @@ pub(super) fn read_stage_file(
 pub(super) fn clear(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     let places = &cx.node.places;
     cx.step("clear", || {
-        if let Some(place) = absent_is_none(places.staging(&record.mount_point()))? {
-            let removed = place.remove().map_err(at_staging)?;
-            already("remove the mount point", removed);
-        }
+        remove_mount_point(places, &record.mount_point())?;
         if let Some(name) = record.source.stage_file_name()
             && let Some(place) = absent_is_none(places.staging(&record.staging_path.join(name)))?
         {
-            let removed = place.unlink().map_err(at_staging)?;
-            already("remove the stage file", removed);
+            remove_stage_file(&place)?;
         }
         Ok(())
     })
@@ -100,16 +96,24 @@ pub(super) fn clear_left(cx: OnLane<'_>, staging_path: &Path) -> Result<(), Caus
         let Some(file) = file else {
             return Ok(());
         };
-        if file.read().map_err(at_staging)?.is_some()
-            && is_one_name(id)
-            && let Some(place) = absent_is_none(places.staging(&staging_path.join(id)))?
-        {
-            let removed = place.remove().map_err(at_staging)?;
-            already("remove the mount point", removed);
+        if file.read().map_err(at_staging)?.is_some() && is_one_name(id) {
+            remove_mount_point(places, &staging_path.join(id))?;
         }
         // Last, since it says that the directory beside it is the volume's mount point.
-        let removed = file.unlink().map_err(at_staging)?;
-        already("remove the stage file", removed);
-        Ok(())
+        remove_stage_file(&file)
     })
+}
+
+fn remove_mount_point(places: &Places, at: &Path) -> Result<(), Cause> {
+    if let Some(place) = absent_is_none(places.staging(at))? {
+        let removed = place.remove().map_err(at_staging)?;
+        already("remove the mount point", removed);
+    }
+    Ok(())
+}
+
+fn remove_stage_file(file: &SafePath) -> Result<(), Cause> {
+    let removed = file.unlink().map_err(at_staging)?;
+    already("remove the stage file", removed);
+    Ok(())
 }
