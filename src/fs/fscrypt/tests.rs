@@ -227,25 +227,26 @@ fn a_passphrase_that_ceph_csi_cut_opens() {
 #[test]
 #[ignore = "the victim of the test below"]
 fn victim() {
-    let node = std::env::var("VICTIM_DEVICE").expect("run by the test below");
+    let variable = |name| std::env::var(name).expect("run by the test below");
+    let (node, at) = (variable("VICTIM_DEVICE"), variable("VICTIM_DIRECTORY"));
     private_namespace();
-    let directory = tempfile::tempdir().unwrap();
-    mount(&*node, directory.path(), "ext4", MountFlags::empty(), None).unwrap();
-    let root = rustix::fs::open(directory.path(), OFlags::PATH, Mode::empty()).unwrap();
+    mount(&*node, &*at, "ext4", MountFlags::empty(), None).unwrap();
+    let root = rustix::fs::open(&*at, OFlags::PATH, Mode::empty()).unwrap();
     let encrypted = FileEncryption::below(root.as_fd(), NAMES).unwrap();
     drop(root);
     encrypted.set_up(&secret(LONG), KeySource::RawKey).unwrap();
     drop(encrypted);
-    unmount(directory.path(), UnmountFlags::empty()).unwrap();
+    unmount(&*at, UnmountFlags::empty()).unwrap();
 }
 
 /// Whether it was ended before it was done.
-fn crashes(node: &Path, at: usize) -> bool {
+fn crashes(ext4: &Ext4, at: usize) -> bool {
     let victim = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "--ignored", "--test-threads=1"])
         .arg("fs::fscrypt::tests::victim")
         .env("CRASH_AT", at.to_string())
-        .env("VICTIM_DEVICE", node)
+        .env("VICTIM_DEVICE", &ext4.scratch.device.node)
+        .env("VICTIM_DIRECTORY", ext4.directory.path())
         .output()
         .unwrap();
     let crashed = std::os::unix::process::ExitStatusExt::signal(&victim.status).is_some();
@@ -259,7 +260,7 @@ fn a_set_up_may_be_killed_at_each_step() {
     loop {
         let Some(ext4) = encrypting() else { return };
         ext4.unmount();
-        let crashed = crashes(&ext4.scratch.device.node, at);
+        let crashed = crashes(&ext4, at);
         ext4.mount();
         match ext4.state() {
             DirectoryState::Absent => {
