@@ -1,6 +1,8 @@
 //! Files that name a volume of the controller: it is found or created, and the file gets its
 //! handle and source.
 
+use std::collections::BTreeMap;
+
 use tonic::Code;
 
 use super::{args::AccessArgs, context::Context, error::CliError};
@@ -22,6 +24,9 @@ impl Context {
             (Some(_), Some(found)) if found.volume_id == name => found,
             // Also of a volume that exists: the controller refuses other parameters.
             (Some(parameters), found) => {
+                if let Some(found) = &found {
+                    refuse_elsewhere(&name, found, parameters)?;
+                }
                 let wanted = file.desired.size.map_or(0, Size::bytes);
                 let required_bytes =
                     (found.as_ref()).map_or(wanted, |it| it.capacity_bytes.min(wanted));
@@ -75,6 +80,28 @@ impl Context {
             found => found.map(Some),
         }
     }
+}
+
+/// Parameters that say where a volume is, with which its context repeats them.
+const PLACE: [&str; 5] = ["pool", "clusterID", "radosNamespace", "server", "share"];
+
+/// Refuses parameters by which the controller would create a second volume of that name.
+fn refuse_elsewhere(
+    name: &str,
+    found: &Volume,
+    parameters: &BTreeMap<String, String>,
+) -> Result<(), CliError> {
+    for key in PLACE {
+        if let (Some(wanted), Some(is)) = (parameters.get(key), found.volume_context.get(key))
+            && wanted != is
+        {
+            return Err(CliError::BadArguments(format!(
+                "volume {name} exists as {}, with {key} {is:?}; the file has parameters.{key} {wanted:?}",
+                found.volume_id
+            )));
+        }
+    }
+    Ok(())
 }
 
 fn completed(file: NamedFile, volume: Volume) -> Desired {

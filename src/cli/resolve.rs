@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use tonic::{Request, Response, metadata::MetadataValue};
+use tonic::{Code, Request, Response, metadata::MetadataValue};
 
 use super::{context::Context, error::CliError};
 use crate::{
@@ -90,8 +90,16 @@ impl Context {
         let all = listed.into_iter().map(|volume| (named(&volume), volume));
         match pick("volumes", wanted, all)? {
             Some(volume) => Ok(volume),
-            // The volumes of csi-driver-nfs are in no list. Their ids have one of these.
-            None if wanted.contains(['#', '/']) => self.volume_of_id(wanted).await,
+            // The volumes of csi-driver-nfs are in no list. Their ids have one of these, as
+            // names may; then the id is of no share of the controller's.
+            None if wanted.contains(['#', '/']) => match self.volume_of_id(wanted).await {
+                Err(CliError::Refused { status, .. })
+                    if !wanted.contains('#') && status.code() == Code::FailedPrecondition =>
+                {
+                    Err(CliError::NoSuchVolume(wanted.to_owned()))
+                }
+                found => found,
+            },
             None => Err(CliError::NoSuchVolume(wanted.to_owned())),
         }
     }

@@ -168,15 +168,11 @@ impl Source {
         CephSource::asks_for_encrypted_files(context).then_some(ENCRYPTED_DIRECTORY)
     }
 
-    /// Whether a mount of this directory of its file system may be a target. Of a volume that
-    /// was found staged it is not known whether its files are encrypted.
+    /// Whether a mount of this directory of its file system may be a target. A volume that was
+    /// found staged may have been published in the clear before it was known to encrypt files.
     pub fn may_show(&self, root: &Path) -> bool {
-        let is_encrypted = || root == Path::new("/").join(ENCRYPTED_DIRECTORY.name);
-        match self {
-            Self::Rbd(image) if image.encrypts_files => is_encrypted(),
-            Self::Rbd(_) => root == Path::new("/") || is_encrypted(),
-            Self::Loop(_) | Self::Nbd(_) | Self::Nfs(_) => root == Path::new("/"),
-        }
+        let encrypted = || Path::new("/").join(ENCRYPTED_DIRECTORY.name);
+        root == Path::new("/") || matches!(self, Self::Rbd(_)) && root == encrypted()
     }
 
     /// [`Source::has_device`], by a volume context.
@@ -257,7 +253,7 @@ mod tests {
         let clear = of(&[]);
         assert!(clear.may_show(whole) && clear.may_show(encrypted));
         let files = of(&[("encrypted", "true"), ("encryptionType", "file")]);
-        assert!(files.may_show(encrypted) && !files.may_show(whole));
+        assert!(files.may_show(encrypted) && files.may_show(whole));
         let image = Source::image("p", "i.img");
         assert!(image.may_show(whole) && !image.may_show(encrypted));
         assert!(!files.may_show(Path::new("/ceph-csi-encrypted/sub")));

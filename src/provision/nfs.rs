@@ -660,6 +660,10 @@ impl Provisioner for NfsStore {
         let (above, dir) = self.opened(&directory)?;
         let grown = quota::expand(&above, &dir, bytes);
         let grown = grown.map_err(failed("raise the quota of", &directory))?;
+        let grown = grown.map_err(|why| ProvisionError::NoQuota {
+            directory: directory.to_string(),
+            why,
+        })?;
         match grown {
             Some(size) if !range.holds(size) => Err(ProvisionError::Size {
                 field: "limit_bytes",

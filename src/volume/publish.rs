@@ -112,10 +112,10 @@ impl Publishing<'_> {
         let path = place.path().display();
         match place.kind().map_err(Cause::io(format!("look at {path}")))? {
             PathKind::Mount(mounted) if self.record.appears_at(&mounted) => {
+                self.refuse_clear(&place, &mounted)?;
                 if self.spec.remount && self.record.usage != Use::Block && !mounted.shut_down {
                     self.remount(&place)?;
                 }
-                self.refuse_clear(&place, &mounted)?;
                 self.refuse_other_access(&place, &mounted)?;
                 already("publish", Done::Already);
                 return Ok(Done::Already);

@@ -382,6 +382,41 @@ fn a_demanded_quota_that_cannot_be_had_is_refused() {
 }
 
 #[test]
+fn a_growth_waits_for_quotas_that_are_away() {
+    story(async |sandbox| {
+        on_each(sandbox, async |fs_type, dir| {
+            let controller = over(sandbox, dir).await;
+            let (id, _) = create(&controller, sized("pvc-1", 16 * MIB, &[])).await;
+            drop(controller);
+            let image = format!("{}.img", dir.display());
+            let remount = |options: &str| {
+                let dir = dir.to_str().expect("UTF-8");
+                run(&["umount", dir]);
+                run(&["mount", "-o", options, &image, dir]);
+            };
+
+            remount("loop");
+            let controller = over(sandbox, dir).await;
+            let grown = controller.expand(&id, 24 * MIB).await;
+            // Ext4 has limits that it does not enforce.
+            if fs_type == "ext4" {
+                assert_eq!(grown.expect("grown").0, 24 << 20);
+            } else {
+                refused(grown, Code::FailedPrecondition, &["prjquota"]);
+            }
+            drop(controller);
+
+            remount("loop,prjquota");
+            let controller = over(sandbox, dir).await;
+            let grown = controller.expand(&id, 24 * MIB).await;
+            assert_eq!(grown.expect("grown").0, 24 << 20);
+            assert_eq!(size(&dir.join("pvc-1")), 24 * MIB);
+        })
+        .await;
+    });
+}
+
+#[test]
 fn a_killed_controller_leaves_no_quota() {
     story(async |sandbox| {
         on_each(sandbox, async |_, dir| {

@@ -35,7 +35,6 @@ impl MountOptions {
 /// nothing is known: btrfs' `nodatacow` implies more than one word takes back.
 const ENDS: &[(&str, &str)] = &[
     ("autodefrag", "noautodefrag"),
-    ("discard", "nodiscard"),
     ("flushoncommit", "noflushoncommit"),
     ("grpid", "nogrpid"),
     ("lazytime", "nolazytime"),

@@ -45,10 +45,16 @@ pub fn start(service: &'static str, options: &TraceOptions) -> Result<SpanExport
     let Some(endpoint) = &options.otlp_endpoint else {
         return Ok(SpanExport(None));
     };
+    let endpoint = format!("{}/v1/traces", endpoint.trim_end_matches('/'));
+    // Before the exporter does: its error would show the URL, which may have a password.
+    let parsed = Request::builder().uri(&*endpoint).body(());
+    parsed.map_err(|source| ExportError {
+        source: source.into(),
+    })?;
     let exporter = SpanExporter::builder()
         .with_http()
         .with_http_client(Blocking::new())
-        .with_endpoint(format!("{}/v1/traces", endpoint.trim_end_matches('/')))
+        .with_endpoint(endpoint)
         .build()
         .map_err(|source| ExportError {
             source: source.into(),
@@ -178,5 +184,26 @@ impl HttpClient for Blocking {
         let answer = self.0.run(Request::from_parts(head, &body[..]))?;
         let (head, mut body) = answer.into_parts();
         Ok(Response::from_parts(head, body.read_to_vec()?.into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error_chain;
+
+    #[test]
+    fn an_error_shows_no_password_of_the_collectors_url() {
+        for url in [
+            "http://user:pass word@collector:4318",
+            "http://user:pass{@collector",
+        ] {
+            let options = TraceOptions {
+                otlp_endpoint: Some(url.to_owned()),
+            };
+            let error = start("test", &options).expect_err("no URL");
+            let shown = error_chain(&error);
+            assert!(!shown.contains("pass"), "{shown}");
+        }
     }
 }

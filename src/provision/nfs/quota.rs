@@ -113,18 +113,27 @@ pub fn give(above: &OwnedFd, dir: &OwnedFd, name: &str, bytes: u64) -> io::Resul
     Err(io::Error::other("every project of the driver's is in use"))
 }
 
-/// Raises the limit of a directory that has a quota to so many bytes; returns it. None if the
-/// directory has no quota, or the file system enforces none by now.
-pub fn expand(above: &OwnedFd, dir: &OwnedFd, bytes: u64) -> io::Result<Option<u64>> {
-    match own(above, dir)? {
-        Some(id) if project::is_enforced(dir)? => grow(dir, id, bytes).map(Some),
-        _ => Ok(None),
+/// Raises the limit of a directory that has a quota to so many bytes; returns it. None if it
+/// has no limit; why, if its limit cannot be changed: the next mount may enforce it again.
+pub fn expand(
+    above: &OwnedFd,
+    dir: &OwnedFd,
+    bytes: u64,
+) -> io::Result<Result<Option<u64>, &'static str>> {
+    let Some(id) = own(above, dir)? else {
+        return Ok(Ok(None));
+    };
+    match grow(dir, id, bytes) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(Err(NO_PRIVILEGE)),
+        Err(error) if is_unavailable(&error) => Ok(Err(NOT_ENFORCED)),
+        grown => Ok(Ok(Some(grown?).filter(|limit| *limit > 0))),
     }
 }
 
 fn grow(dir: &OwnedFd, id: u32, bytes: u64) -> io::Result<u64> {
     let limit = project::quota(dir, id)?.limit;
-    if limit < bytes {
+    // One without a limit may have more than that already.
+    if limit != 0 && limit < bytes {
         project::set_limit(dir, id, bytes)?;
     }
     crash_point();
