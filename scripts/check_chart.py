@@ -41,6 +41,11 @@ EXAMPLES = {
 SHARED = {"name": "default", "path": "/srv/uring-csi", "scope": "shared"}
 LOCAL = SHARED | {"scope": "local"}
 EXPORT = {"server": "nfs.example.com", "share": "/export"}
+NFS = {"pools": [], "nfs": {"exports": [EXPORT]}}
+NBD = {"pools": [SHARED], "nbd": {"enabled": True}}
+CEPH = {"pools": [], "ceph": {"enabled": True}}
+CEPH_CLASS = {"clusterID": "ceph", "pool": "rbd"}
+NBD_CLASS = {"pool": "default", "backend": "nbd", "nbdServer": "10.20.0.1"}
 # Values that no overlay has.
 OTHER = {
     "name": "other",
@@ -49,7 +54,12 @@ OTHER = {
     "pools": [LOCAL | {"path": "/mnt/a", "mounted": True}, LOCAL | {"name": "b"}],
     "snapshots": {"enabled": True, "classes": []},
     "storageClasses": [
-        {"name": "other", "allowVolumeExpansion": False, "mountOptions": ["nosuid"]}
+        {
+            "name": "other",
+            "allowVolumeExpansion": False,
+            "mountOptions": ["nosuid"],
+            "parameters": {"pool": "b"},
+        }
     ],
     "node": {
         "kubeletDir": "/var/lib/k0s/kubelet",
@@ -65,17 +75,64 @@ BOTH = {
     "pools": [SHARED],
     "nbd": {"enabled": True, "nodeSelector": {"storage": "yes"}},
     "ceph": {"enabled": True, "instanceId": "a", "fenceAfter": 60, "rbdNbd": {"enabled": True}},
+    "storageClasses": [
+        {"name": "ceph", "parameters": CEPH_CLASS | {"mounter": "rbd-nbd"}},
+        {"name": "nbd", "parameters": NBD_CLASS},
+    ],
     "snapshots": {"enabled": True},
     "attributesClasses": [{"name": "slow", "parameters": {"rbd_qos_iops_limit": "100"}}],
     "metrics": {"nodeAddress": "[$(HOST_IP)]", "controllerAddress": "[::]"},
     "node": {"crushLocation": "zone:a", "nodeSelector": {"disk": "yes"}},
 }
+
+
+def classed(values, **parameters):
+    """With one class of these parameters."""
+    return values | {"storageClasses": [{"name": "a", "parameters": parameters}]}
+
+
+# Classes that the controller accepts as well, though they are spelled in another way.
+ACCEPTED = [
+    classed(NFS, SERVER="[NFS.example.com]", Share="/export/"),
+    classed(NFS, server="nfs.example.com", share="/export", backend="nfs"),
+    classed({"pools": [LOCAL]}),
+    classed({"pools": [SHARED]}, backend="nbd", nbdServer="elsewhere"),
+    classed(CEPH, clusterID="ceph", topologyConstrainedPools="[]"),
+]
 # Values that contradict each other or the schema, and a word of the error.
 REFUSED = [
+    (NFS, "no server and share"),
+    (classed(NFS, server="nfs.example.com"), "no server and share"),
+    (classed(NFS, Server="other", share="/export"), "none of nfs.exports"),
+    (classed(NFS, **EXPORT, **{"csi.storage.k8s.io/fstype": "ext4"}), "not that of an NFS"),
+    (classed({}, **EXPORT), "without nfs.exports"),
+    (NBD, "backend nbd and nbdServer"),
+    (classed(NBD, backend="nbd"), "needs nbdServer"),
+    (classed({}, **NBD_CLASS), "needs a shared pool"),
+    (classed({}, backend="iscsi"), "no backend iscsi"),
+    (CEPH, "no clusterID"),
+    (classed(CEPH, backend="rbd", pool="rbd"), "without a clusterID"),
+    (classed(CEPH, clusterID="ceph"), "neither pool nor"),
+    (classed(CEPH, **CEPH_CLASS, mounter="rbd-nbd"), "without ceph.rbdNbd.enabled"),
+    (
+        classed(
+            {"pools": [], "ceph": {"enabled": True, "clusters": [{"clusterID": "b", "monitors": []}]}},
+            **CEPH_CLASS,
+        ),
+        "none of ceph.clusters",
+    ),
+    (classed({}, **CEPH_CLASS), "without ceph.enabled"),
+    (
+        {"snapshots": {"enabled": True, "classes": [{"name": "a", "parameters": CEPH_CLASS}]}},
+        "without ceph.enabled",
+    ),
+    ({"pools": [LOCAL | {"name": "fast"}]}, "none of pools"),
+    (classed({"pools": [LOCAL, LOCAL | {"name": "b"}]}), "names no pool"),
+    ({"pools": [LOCAL, LOCAL]}, "two have the name"),
     ({"pools": []}, "no place for volumes"),
     ({"nfs": {"exports": [EXPORT]}}, "a release of their own"),
     ({"pools": [], "nfs": {"exports": [EXPORT | {"share": "relative"}]}}, "pattern"),
-    ({"pools": [LOCAL, SHARED]}, "all are local or all are shared"),
+    ({"pools": [LOCAL, SHARED | {"name": "b"}]}, "all are local or all are shared"),
     ({"pools": [LOCAL], "ceph": {"enabled": True}}, "two releases"),
     ({"pools": [LOCAL], "nbd": {"enabled": True}}, "one shared pool"),
     ({"pools": [LOCAL], "node": {"labelsFromApi": {"enabled": True}}}, "domainLabels"),
@@ -155,6 +212,8 @@ def check_others(chart):
     check("chart", render(chart, {}))
     check("chart, other values", render(chart, OTHER), OTHER["name"])
     check("chart, Ceph and a pool by NBD", render(chart, BOTH))
+    for values in ACCEPTED:
+        render(chart, values)
 
 
 def host_directories(docs):

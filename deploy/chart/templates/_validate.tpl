@@ -1,7 +1,12 @@
 {{- /* Refuses values that contradict each other. */ -}}
 {{- define "uring-csi.validate" -}}
 {{- $scopes := list }}
+{{- $names := list }}
 {{- range .Values.pools }}
+{{- if has .name $names }}
+{{- fail (printf "pools: two have the name %s" .name) }}
+{{- end }}
+{{- $names = append $names .name }}
 {{- $scopes = append $scopes .scope }}
 {{- if and .mounted (eq (dir .path) "/") }}
 {{- fail (printf "pool %s: with `mounted` the pods mount the directory above the pool's, which must not be /" .name) }}
@@ -41,4 +46,5 @@
 {{- if and .Values.attributesClasses (not .Values.ceph.enabled) }}
 {{- fail "attributesClasses: only volumes in Ceph have attributes to modify" }}
 {{- end }}
+{{- include "uring-csi.validateClasses" . }}
 {{- end }}
