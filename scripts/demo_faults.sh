@@ -36,14 +36,14 @@ show_refused() { if show "$@"; then return 1; fi; }
 title "Two volumes, each in a pool on its own disk; one is in use"
 start_agents
 node=${pids[-2]}
-uringctl create stuck 64Mi --pool bad >/dev/null
-show uringctl up data 64Mi "$work/mnt/data" --pool good
+uringctl create stuck 1Gi --pool bad >/dev/null
+show uringctl up data 1Gi "$work/mnt/data" --pool good --fs xfs
 (while echo tick >>"$work/mnt/data/written"; do sleep 0.01; done) 2>/dev/null &
 writer=$!
 
 title "The disk of pool bad stops answering, and a stage on it hangs"
 show fsfreeze --freeze "$work/bad"
-uringctl stage stuck &
+uringctl stage stuck --fs xfs &
 hangs=$!
 until uringctl volumes --json | grep -q '"step": "[a-z]'; do sleep 0.1; done
 sleep 1
@@ -52,7 +52,7 @@ echo "A different call is told what is under way:"
 show_refused uringctl unstage stuck
 
 title "Other volumes are served meanwhile"
-show uringctl up other 64Mi "$work/mnt/other" --pool good
+show uringctl up other 1Gi "$work/mnt/other" --pool good --fs xfs
 show uringctl down other --delete
 
 title "The agent is killed in the middle of that stage, and started again"
@@ -71,14 +71,14 @@ echo "lines written to data before the kill and now: $before, $(wc -l <"$work/mn
 
 title "The disk answers again: the same call finishes the stage"
 show thaw
-show uringctl stage stuck
+show uringctl stage stuck --fs xfs
 show uringctl unstage stuck
 
 title "A device with foreign data is not formatted"
 image=$(find "$work/bad" -maxdepth 1 -name '*.img')
 show mkswap --quiet "$image"
-show_refused uringctl up stuck 64Mi "$work/mnt/stuck" --pool bad
-show file --brief "$image"
+show_refused uringctl up stuck 1Gi "$work/mnt/stuck" --pool bad --fs xfs
+show blkid --probe "$image"
 
 title "Delete"
 kill "$writer"

@@ -43,6 +43,7 @@ inside() {
     cd /root/uring-csi
     { apt-get update && apt-get install -y make git; } >/dev/null
     make demo
+    make demo FAULTS=1
     make --keep-going test'
 }
 export -f debian_mirror make_root enter_root toolchain_and_registry inside
