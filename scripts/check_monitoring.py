@@ -153,15 +153,19 @@ def free_ports(count):
 
 
 PROGRAMS = ("uring-csi-node", "uring-csi-holder", "uring-csi-controller")
-# They run in a directory of their own, and the life of a volume, repeated so that rates
-# see it, with one call that fails; the last line of its input ends it.
+# They run in a directory of their own, with a volume that a file asks for, and the life of
+# another, repeated so that rates see it, with one call that fails; the last line of its input
+# ends it.
 AGENTS = """
 source scripts/agents.sh
-node_flags=(--metrics-listen 127.0.0.1:$NODE_PORT)
+node_flags=(--metrics-listen 127.0.0.1:$NODE_PORT --volumes "$work/volumes")
+mkdir "$work/volumes"
+touch "$work/volumes/.uring-csi-volumes"
 start_agents
 uring-csi-holder --endpoint "unix://$work/run/holder.sock" --run-dir "$work/holder" \
   --metrics-listen "127.0.0.1:$HOLDER_PORT" 2>>"$work/agents.log" &
 pids+=($!)
+uringctl up wanted 64Mi "$work/mnt/wanted" --persist
 echo started
 while ! read -r -t 0.2 _; do
   uringctl up data 64Mi "$work/mnt/data"
@@ -169,6 +173,8 @@ while ! read -r -t 0.2 _; do
   uringctl up data 64Mi "$work/mnt/data" -o nosuchoption && exit 1
   uringctl delete data
 done >/dev/null 2>&1
+uringctl remove wanted
+timeout 60 bash -c 'until uringctl delete wanted 2>/dev/null; do sleep 0.1; done'
 """
 
 
