@@ -46,6 +46,18 @@ NBD = {"pools": [SHARED], "nbd": {"enabled": True}}
 CEPH = {"pools": [], "ceph": {"enabled": True}}
 CEPH_CLASS = {"clusterID": "ceph", "pool": "rbd"}
 NBD_CLASS = {"pool": "default", "backend": "nbd", "nbdServer": "10.20.0.1"}
+# An additional container, volume and mount of it.
+MORE_CONTAINERS = {
+    "image": "registry.example.com/more:1",
+    "securityContext": {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    },
+}
+MORE_VOLUMES = {"name": "mapping", "configMap": {"name": "mapping"}}
+MORE_MOUNTS = {"name": "mapping", "mountPath": "/etc/mapping"}
 # Values that no overlay has.
 OTHER = {
     "name": "other",
@@ -56,7 +68,6 @@ OTHER = {
     "storageClasses": [
         {
             "name": "other",
-            "allowVolumeExpansion": False,
             "mountOptions": ["nosuid"],
             "parameters": {"pool": "b"},
         }
@@ -65,9 +76,18 @@ OTHER = {
         "kubeletDir": "/var/lib/k0s/kubelet",
         "topology": ["zone=a"],
         "maxVolumes": 100,
-        "extraArgs": ["--max-mkfs=4"],
+        "config": {"max-waiting": 1000000, "volume-mount-group": True, "alpha-capabilities": False},
+        "extraArgs": ["--block-lock"],
+        "extraContainers": [MORE_CONTAINERS | {"name": "more"}],
+        "extraVolumes": [MORE_VOLUMES],
+        "extraVolumeMounts": [MORE_MOUNTS],
     },
-    "controller": {"image": {"digest": f"sha256:{'0' * 64}"}, "extraArgs": ["--max-copies=2"]},
+    "controller": {
+        "image": {"digest": f"sha256:{'0' * 64}"},
+        "config": {"max-copies": 2},
+        "extraContainers": [MORE_CONTAINERS | {"name": "even-more"}],
+    },
+    "sidecars": {"resizer": {"enabled": False}},
     "log": {"level": "debug"},
 }
 # Everything that one release can have beside another backend.
@@ -79,10 +99,19 @@ BOTH = {
         {"name": "ceph", "parameters": CEPH_CLASS | {"mounter": "rbd-nbd"}},
         {"name": "nbd", "parameters": NBD_CLASS},
     ],
-    "snapshots": {"enabled": True},
+    "snapshots": {
+        "enabled": True,
+        "groupClasses": [{"name": "uring-csi", "parameters": CEPH_CLASS}],
+    },
     "attributesClasses": [{"name": "slow", "parameters": {"rbd_qos_iops_limit": "100"}}],
     "metrics": {"nodeAddress": "[$(HOST_IP)]", "controllerAddress": "[::]"},
     "node": {"crushLocation": "zone:a", "nodeSelector": {"disk": "yes"}},
+    "controller": {
+        "config": {"nfs-quota": "off", "cluster-mapping": "/etc/mapping/cluster-mapping.json"},
+        "extraContainers": [MORE_CONTAINERS | {"name": "more"}],
+        "extraVolumes": [MORE_VOLUMES],
+        "extraVolumeMounts": [MORE_MOUNTS],
+    },
 }
 
 
@@ -129,6 +158,25 @@ REFUSED = [
     ({"pools": [LOCAL | {"name": "fast"}]}, "none of pools"),
     (classed({"pools": [LOCAL, LOCAL | {"name": "b"}]}), "names no pool"),
     ({"pools": [LOCAL, LOCAL]}, "two have the name"),
+    ({"node": {"config": {"max-mkf": 4}}}, "additional properties"),
+    ({"node": {"config": {"max-mkfs": 0}}}, "minimum"),
+    ({"controller": {"config": {"max-mkfs": 4}}}, "additional properties"),
+    ({"snapshots": {"groupClasses": [{"name": "a"}]}}, "without snapshots.enabled"),
+    (
+        {
+            "storageClasses": [{"name": "a", "allowVolumeExpansion": True}],
+            "sidecars": {"resizer": {"enabled": False}},
+        },
+        "without sidecars.resizer.enabled",
+    ),
+    (
+        classed(CEPH, **CEPH_CLASS)
+        | {
+            "attributesClasses": [{"name": "a", "parameters": {}}],
+            "sidecars": {"resizer": {"enabled": False}},
+        },
+        "without sidecars.resizer.enabled",
+    ),
     ({"pools": []}, "no place for volumes"),
     ({"nfs": {"exports": [EXPORT]}}, "a release of their own"),
     ({"pools": [], "nfs": {"exports": [EXPORT | {"share": "relative"}]}}, "pattern"),
@@ -208,10 +256,39 @@ def check_example(chart, name):
     compare(f"chart/examples/{name}.yaml", made, wanted)
 
 
+def check_settings(where, docs, name, values, more):
+    """The container of this name has the flags and mounts of the values, and its pod these
+    further containers."""
+    for doc in docs:
+        spec = doc.get("spec", {}).get("template", {}).get("spec", {})
+        containers = {container["name"]: container for container in spec.get("containers", [])}
+        if name in containers:
+            break
+    container = containers[name]
+    flags = {key.lstrip("-") for key in container["args"]}
+    for flag, value in values["config"].items():
+        given = flag if value is True else f"{flag}={value}"
+        if (given in flags) is (value is False):
+            problem(where, f"{name} and its config differ in {flag}")
+    for lost in {*values.get("extraArgs", [])} - {*container["args"]}:
+        problem(where, f"{name} has no {lost}")
+    for mount in values.get("extraVolumeMounts", []):
+        if mount not in container["volumeMounts"]:
+            problem(where, f"{name} does not mount {mount}")
+    for lost in {*more} - {*containers}:
+        problem(where, f"beside {name} there is no container {lost}")
+
+
 def check_others(chart):
     check("chart", render(chart, {}))
-    check("chart, other values", render(chart, OTHER), OTHER["name"])
-    check("chart, Ceph and a pool by NBD", render(chart, BOTH))
+    other, both = render(chart, OTHER), render(chart, BOTH)
+    check("chart, other values", other, OTHER["name"])
+    check_settings("chart, other values", other, "agent", OTHER["node"], ["more", "even-more"])
+    check_settings("chart, other values", other, "controller", OTHER["controller"], [])
+    if any(doc.get("allowVolumeExpansion") for doc in other):
+        problem("chart, other values", "volumes grow without a resizer")
+    check("chart, Ceph and a pool by NBD", both)
+    check_settings("chart, Ceph", both, "controller", BOTH["controller"], ["more"])
     for values in ACCEPTED:
         render(chart, values)
 

@@ -5,12 +5,13 @@ With --check it writes nothing, and fails where a text is old.
 
 It also checks what docs/reference has written by hand: each table of parameters has the keys
 that the code reads, no fewer and no more, each message in the table of remedies is in the code,
-and one version is everywhere.
+the chart has a value for each flag, and one version is everywhere.
 
 The programs must be built (BIN_DIR, by default target/debug). Run it by
 target/python/bin/python, where `scripts/setup.sh lint` installs what it imports.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -25,6 +26,13 @@ SRC = ROOT / "src"
 REFERENCE = ROOT / "docs/reference"
 BIN_DIR = Path(os.environ.get("BIN_DIR", ROOT / "target" / "debug"))
 STRING = r"\"((?:[^\"\\]|\\[\s\S])*)\""
+CHART = ROOT / "deploy/chart"
+# Flags without a value in the chart: of machines without Kubernetes, and paths that are where
+# the chart mounts them.
+NOT_IN_CHART = {
+    "allow-path", "block-lock", "config", "help", "kms-config", "kms-secrets", "kms-token",
+    "version", "volumes",
+}
 # The modules of the errors, by whom they concern.
 ERRORS = {
     "Volumes by files": ["manager"],
@@ -251,6 +259,25 @@ def check_conditions():
         problem("docs/reference/errors.md", f"the code and the table differ in the condition {name}")
 
 
+def check_chart_config():
+    """`node.config` and `controller.config` of the chart have each flag that no other value
+    sets, and no others."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    templates = "".join(path.read_text() for path in (CHART / "templates").iterdir())
+    for part in ("node", "controller"):
+        known = schema["properties"][part]["properties"]["config"]["properties"]
+        left = set()
+        options = re.findall(r"^ {2,6}(?:-\w, )?--([a-z-]+)( <)?", help_of(f"uring-csi-{part}"), re.M)
+        for flag, valued in options:
+            variable = f"URING_CSI_{flag.replace('-', '_').upper()}"
+            if not re.search(rf"--{flag}=|\b{variable}\b", templates):
+                left.add(flag)
+            if flag in known and bool(valued) is (known[flag] == {"type": "boolean"}):
+                problem("deploy/chart/values.schema.json", f"{part}.config.{flag} has the wrong type")
+        for flag in sorted((left - NOT_IN_CHART) ^ known.keys()):
+            problem("deploy/chart/values.schema.json", f"{part}.config and --help differ in {flag}")
+
+
 def check_versions():
     """The version of Cargo.toml is everywhere."""
     version = re.search(r'^version = "(.*)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)[1]
@@ -286,6 +313,7 @@ def main():
     check_parameters()
     check_remedies()
     check_conditions()
+    check_chart_config()
     check_versions()
     report("reference: docs/ agrees with the code")
 

@@ -28,9 +28,7 @@
     - --metrics-listen={{ .Values.metrics.controllerAddress }}:{{ .Values.ports.metrics }}
     {{- end }}
     {{- include "uring-csi.logArgs" . | nindent 4 }}
-    {{- range .Values.controller.extraArgs }}
-    - {{ . | quote }}
-    {{- end }}
+    {{- include "uring-csi.flags" .Values.controller | nindent 4 }}
   {{- if $local }}
   env:
     {{- include "uring-csi.nodeName" . | nindent 4 }}
@@ -77,5 +75,8 @@
     - name: user
       mountPath: /etc/ceph-user
       readOnly: true
+    {{- end }}
+    {{- with .Values.controller.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end }}

@@ -256,6 +256,20 @@ share{{ if . }}-{{ . }}{{ end }}
 {{- end }}
 {{- end }}
 
+{{- /* The flags of `config`, and further ones. */ -}}
+{{- define "uring-csi.flags" -}}
+{{- range $flag, $value := .config }}
+{{- if not (kindIs "bool" $value) }}
+- {{ printf "--%s=%v" $flag (kindIs "float64" $value | ternary (int64 $value) $value) | quote }}
+{{- else if $value }}
+- --{{ $flag }}
+{{- end }}
+{{- end }}
+{{- range .extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+
 {{- define "uring-csi.nodeName" -}}
 - name: NODE_NAME
   valueFrom:

@@ -46,5 +46,11 @@
 {{- if and .Values.attributesClasses (not .Values.ceph.enabled) }}
 {{- fail "attributesClasses: only volumes in Ceph have attributes to modify" }}
 {{- end }}
+{{- if and .Values.attributesClasses (not .Values.sidecars.resizer.enabled) }}
+{{- fail "attributesClasses without sidecars.resizer.enabled: the resizer modifies volumes" }}
+{{- end }}
+{{- if and .Values.snapshots.groupClasses (not .Values.snapshots.enabled) }}
+{{- fail "snapshots.groupClasses without snapshots.enabled" }}
+{{- end }}
 {{- include "uring-csi.validateClasses" . }}
 {{- end }}

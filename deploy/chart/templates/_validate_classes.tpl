@@ -10,6 +10,9 @@ each volume of theirs (src/provision/stores.rs has the rules). */ -}}
 {{- $_ := set $lower (lower $key) $value }}
 {{- end }}
 {{- $backend := get $parameters "backend" }}
+{{- if and .allowVolumeExpansion (not $.Values.sidecars.resizer.enabled) }}
+{{- fail (printf "%s: allowVolumeExpansion without sidecars.resizer.enabled" $where) }}
+{{- end }}
 {{- $arguments := dict "root" $ "where" $where "parameters" $parameters "lower" $lower }}
 {{- if or (hasKey $parameters "clusterID") (eq $backend "rbd") }}
 {{- include "uring-csi.validateCephClass" $arguments }}
@@ -19,9 +22,9 @@ each volume of theirs (src/provision/stores.rs has the rules). */ -}}
 {{- include "uring-csi.validateImageClass" $arguments }}
 {{- end }}
 {{- end }}
-{{- range .Values.snapshots.classes }}
+{{- range concat .Values.snapshots.classes .Values.snapshots.groupClasses }}
 {{- if and $.Values.snapshots.enabled (hasKey (.parameters | default dict) "clusterID") (not $.Values.ceph.enabled) }}
-{{- fail (printf "snapshots.classes: class %s has a clusterID, without ceph.enabled" .name) }}
+{{- fail (printf "snapshots: class %s has a clusterID, without ceph.enabled" .name) }}
 {{- end }}
 {{- end }}
 {{- end }}
