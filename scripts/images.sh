@@ -13,6 +13,7 @@ cd "$(dirname "$0")/.."
 . scripts/root.sh
 . scripts/containers.sh
 (($#)) || set -- "$native"
+revision=$(git rev-parse HEAD)
 rust=$(sed -n 's/^FROM .*\(docker.io.library.rust[^ ]*\).*/\1/p' deploy/Containerfile.node)
 
 # Debian with a compiler, and with the toolchain that builds this project here.
@@ -49,9 +50,21 @@ build() {
   # Debian 12's buildah does not set BUILDPLATFORM by itself.
   buildah build --platform "linux/$arch" --build-arg "BUILDPLATFORM=linux/$native" \
     --pull-never --file "deploy/Containerfile.$image" \
-    --label "org.opencontainers.image.version=$version" \
-    --label "org.opencontainers.image.revision=$(git rev-parse HEAD)" \
+    --build-arg "VERSION=$version" --build-arg "REVISION=$revision" \
     --tag "$(name_of "$image" "$arch")" .
+  check_labels "$(name_of "$image" "$arch")"
+}
+
+# The image says what it is made of, and of which commit.
+check_labels() {
+  local labels wanted
+  labels=$(podman image inspect --format '{{range $key, $value := .Labels}}{{$key}}={{$value}}{{"\n"}}{{end}}' "$1")
+  for wanted in version="$version" revision="$revision" base.name="$debian"; do
+    grep -qxF "org.opencontainers.image.$wanted" <<<"$labels" || {
+      echo "$1 has no label $wanted, but: $labels" >&2
+      return 1
+    }
+  done
 }
 
 # The Debian packages of an image as CycloneDX; those of the programs' crates are one list

@@ -281,7 +281,7 @@ def check_chart_config():
 def check_versions():
     """The version of Cargo.toml is everywhere."""
     version = re.search(r'^version = "(.*)"', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)[1]
-    named = r"(?:newTag: |^version: |appVersion: |uring-csi-[a-z-]+:)\"?(\d+\.\d+\.\d+)"
+    named = r"(?:newTag: |^version: |appVersion: |VERSION=|uring-csi-[a-z-]+:)\"?(\d+\.\d+\.\d+)"
     places = [*ROOT.glob("deploy/**/*"), ROOT / "docs/install.md", ROOT / "docs/releases.md"]
     for path in places:
         if path.is_file() and set(re.findall(named, path.read_text(), re.MULTILINE)) - {version}:
