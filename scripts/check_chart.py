@@ -26,6 +26,7 @@ RELEASE = {"name": "uring-csi", "namespace": "uring-csi"}
 # The overlay and its components that each example equals.
 EXAMPLES = {
     "ceph": ("examples/ceph-overlay", []),
+    "csi-addons": ("ceph", ["network-policy", "csi-addons"]),
     "inline": ("local-pools", ["inline", "snapshots", "pod-monitor"]),
     "local-pools": ("examples/overlay", []),
     "nbd": ("examples/nbd-overlay", []),
@@ -99,13 +100,18 @@ BOTH = {
         {"name": "ceph", "parameters": CEPH_CLASS | {"mounter": "rbd-nbd"}},
         {"name": "nbd", "parameters": NBD_CLASS},
     ],
+    "csiAddons": {"enabled": True},
     "snapshots": {
         "enabled": True,
         "groupClasses": [{"name": "uring-csi", "parameters": CEPH_CLASS}],
     },
     "attributesClasses": [{"name": "slow", "parameters": {"rbd_qos_iops_limit": "100"}}],
     "metrics": {"nodeAddress": "[$(HOST_IP)]", "controllerAddress": "[::]"},
-    "node": {"crushLocation": "zone:a", "nodeSelector": {"disk": "yes"}},
+    "node": {
+        "crushLocation": "zone:a",
+        "nodeSelector": {"disk": "yes"},
+        "kubeletDir": "/var/lib/k0s/kubelet",
+    },
     "controller": {
         "config": {"nfs-quota": "off", "cluster-mapping": "/etc/mapping/cluster-mapping.json"},
         "extraContainers": [MORE_CONTAINERS | {"name": "more"}],
@@ -158,6 +164,7 @@ REFUSED = [
     ({"pools": [LOCAL | {"name": "fast"}]}, "none of pools"),
     (classed({"pools": [LOCAL, LOCAL | {"name": "b"}]}), "names no pool"),
     ({"pools": [LOCAL, LOCAL]}, "two have the name"),
+    ({"csiAddons": {"enabled": True}}, "one sidecar of a pod"),
     ({"node": {"config": {"max-mkf": 4}}}, "additional properties"),
     ({"node": {"config": {"max-mkfs": 0}}}, "minimum"),
     ({"controller": {"config": {"max-mkfs": 4}}}, "additional properties"),

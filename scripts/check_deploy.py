@@ -33,6 +33,9 @@ OVERLAYS = [
     ("ceph", []),
     ("ceph", ["snapshots"]),
     ("ceph", ["rbd-nbd", "snapshots", "pod-monitor", "network-policy"]),
+    ("ceph", ["csi-addons"]),
+    ("ceph", ["rbd-nbd", "network-policy", "csi-addons"]),
+    ("nbd", ["csi-addons"]),
     ("ceph", ["node-labels"]),
     ("ceph", ["node-labels-api"]),
     ("examples/overlay", []),
@@ -88,7 +91,7 @@ def check_roles(overlay, docs, prefix):
         for doc in docs
         if doc["kind"] in ("DaemonSet", "Deployment")
         for container in containers_of(doc["spec"]["template"]["spec"])
-        if container["name"] in (*SIDECARS, "node-labels")
+        if container["name"] in (*SIDECARS, "csi-addons", "node-labels")
     }
     roles = {
         doc["metadata"]["name"].removeprefix(f"{prefix}-")

@@ -56,6 +56,11 @@ SIDECARS = {
     "csi-node-driver-registrar": """--csi-address --timeout --kubelet-registration-path
         --plugin-registration-path --http-endpoint""",
     "livenessprobe": "--csi-address --probe-timeout --http-endpoint --metrics-path",
+    # That of csi-addons.
+    "k8s-sidecar": """--csi-addons-address --node-id --controller-ip --controller-port --pod
+        --namespace --pod-uid --stagingpath --timeout --enable-auth
+        --leader-election-namespace --leader-election-lease-duration
+        --leader-election-renew-deadline --leader-election-retry-period""",
 }
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 
@@ -92,6 +97,9 @@ def check_needs(name, program, spec, container):
     paths = {v["name"]: v.get("hostPath", {}).get("path") for v in spec.get("volumes", [])}
     mounts = {m["mountPath"]: paths.get(m["name"]) for m in container.get("volumeMounts", [])}
     for arg in container.get("args", []):
+        if arg.startswith("--stagingpath="):
+            # kubelet's, for the agent.
+            continue
         for path in re.findall(r"(?:=|unix://)(/[^,/][^,]*)", arg):
             if not any(Path(path).is_relative_to(mount) for mount in mounts):
                 problem(name, f"{arg} is not on a volume")
@@ -172,8 +180,10 @@ def check_ports(where, spec, taken):
     for container in spec["containers"]:
         name = f"{where}/{container['name']}"
         ports = served_ports(container)
-        if "--port=10809" in container.get("args", []):
-            ports[10809] = "$(ADDRESS)"
+        # nbdkit's, and that of csi-addons' sidecar.
+        for arg in container.get("args", []):
+            if other := re.fullmatch(r"--(?:controller-)?port=(\d+)", arg):
+                ports[int(other[1])] = None
         for port in ports:
             if port in taken:
                 problem(name, f"serves port {port}, as does {taken[port]}")

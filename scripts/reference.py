@@ -30,8 +30,7 @@ CHART = ROOT / "deploy/chart"
 # Flags without a value in the chart: of machines without Kubernetes, and paths that are where
 # the chart mounts them.
 NOT_IN_CHART = {
-    "allow-path", "block-lock", "config", "help", "kms-config", "kms-secrets", "kms-token",
-    "version", "volumes",
+    "allow-path", "block-lock", "config", "kms-config", "kms-secrets", "kms-token", "volumes",
 }
 # The modules of the errors, by whom they concern.
 ERRORS = {
@@ -267,10 +266,10 @@ def check_chart_config():
     for part in ("node", "controller"):
         known = schema["properties"][part]["properties"]["config"]["properties"]
         left = set()
-        options = re.findall(r"^ {2,6}(?:-\w, )?--([a-z-]+)( <)?", help_of(f"uring-csi-{part}"), re.M)
-        for flag, valued in options:
-            variable = f"URING_CSI_{flag.replace('-', '_').upper()}"
-            if not re.search(rf"--{flag}=|\b{variable}\b", templates):
+        for option in re.split(r"\n(?=      --)", help_of(f"uring-csi-{part}"))[1:]:
+            flag, valued = re.match(r" *--([a-z-]+)( <)?", option).groups()
+            variable = re.search(r"\[env: (\w+)=", option)
+            if f"--{flag}=" not in templates and not (variable and f" {variable[1]}\n" in templates):
                 left.add(flag)
             if flag in known and bool(valued) is (known[flag] == {"type": "boolean"}):
                 problem("deploy/chart/values.schema.json", f"{part}.config.{flag} has the wrong type")

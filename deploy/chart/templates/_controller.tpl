@@ -34,9 +34,12 @@
     {{- include "uring-csi.nodeName" . | nindent 4 }}
     {{- include "uring-csi.hostIp" . | nindent 4 }}
     {{- include "uring-csi.driverName" . | nindent 4 }}
-  {{- else if include "uring-csi.driverName" . }}
+  {{- else if or (include "uring-csi.driverName" .) .Values.csiAddons.enabled }}
   env:
     {{- include "uring-csi.driverName" . | nindent 4 }}
+    {{- if .Values.csiAddons.enabled }}
+    {{- include "uring-csi.csiAddonsEnv" "/csi/csi-addons.sock" | nindent 4 }}
+    {{- end }}
   {{- end }}
   securityContext:
     {{- include "uring-csi.filesOnly" . | nindent 4 }}

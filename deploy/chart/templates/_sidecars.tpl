@@ -119,3 +119,57 @@ their devices busy. */ -}}
 {{- end }}
 {{- include "uring-csi.sidecar" (dict "root" . "name" "snapshotter" "container" "csi-snapshotter" "args" $args "env" $env) }}
 {{- end }}
+
+{{- /* csi-addons' sidecar: root, socket, mounts. */ -}}
+{{- define "uring-csi.csiAddons" -}}
+{{- $values := .root.Values }}
+- name: csi-addons
+  image: {{ $values.csiAddons.image }}
+  {{- with $values.images.pullPolicy }}
+  imagePullPolicy: {{ . }}
+  {{- end }}
+  args:
+    - --csi-addons-address=unix://{{ .socket }}
+    - --node-id=$(NODE_NAME)
+    - --controller-ip=$(POD_IP)
+    - --controller-port={{ $values.ports.csiAddons }}
+    - --pod=$(POD_NAME)
+    - --namespace=$(POD_NAMESPACE)
+    - --pod-uid=$(POD_UID)
+    {{- if ne $values.node.kubeletDir "/var/lib/kubelet" }}
+    - --stagingpath={{ $values.node.kubeletDir }}/plugins/kubernetes.io/csi/
+    {{- end }}
+  env:
+    {{- include "uring-csi.nodeName" .root | nindent 4 }}
+    - name: POD_IP
+      valueFrom:
+        fieldRef:
+          fieldPath: status.podIP
+    - name: POD_NAME
+      valueFrom:
+        fieldRef:
+          fieldPath: metadata.name
+    - name: POD_NAMESPACE
+      valueFrom:
+        fieldRef:
+          fieldPath: metadata.namespace
+    - name: POD_UID
+      valueFrom:
+        fieldRef:
+          fieldPath: metadata.uid
+  ports:
+    - name: csi-addons
+      containerPort: {{ $values.ports.csiAddons }}
+  securityContext:
+    {{- include "uring-csi.filesOnly" .root | nindent 4 }}
+  resources:
+    {{- toYaml $values.sidecars.resources | nindent 4 }}
+  volumeMounts:
+    {{- .mounts | nindent 4 }}
+{{- end }}
+
+{{- /* The agent's or the controller's socket for it. */ -}}
+{{- define "uring-csi.csiAddonsEnv" -}}
+- name: URING_CSI_ADDONS_ENDPOINT
+  value: unix://{{ . }}
+{{- end }}

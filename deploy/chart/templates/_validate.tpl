@@ -34,6 +34,9 @@
 {{- if and .Values.node.labelsFromApi.enabled (or $local (not (include "uring-csi.nodeLabels" .))) }}
 {{- fail "node.labelsFromApi.enabled: needs node.domainLabels or node.crushLocationLabels, and no local pools" }}
 {{- end }}
+{{- if and $local .Values.csiAddons.enabled }}
+{{- fail "csiAddons.enabled: the nodes' pods of local pools have two agents, and csi-addons knows one sidecar of a pod" }}
+{{- end }}
 {{- if and .Values.ceph.rbdNbd.enabled (not .Values.ceph.enabled) }}
 {{- fail "ceph.rbdNbd.enabled without ceph.enabled" }}
 {{- end }}
