@@ -32,6 +32,8 @@ CHART = ROOT / "deploy/chart"
 NOT_IN_CHART = {
     "allow-path", "block-lock", "config", "kms-config", "kms-secrets", "kms-token", "volumes",
 }
+# Keys that the code reads in any case.
+IN_ANY_CASE = re.compile("NFS")
 # The modules of the errors, by whom they concern.
 ERRORS = {
     "Volumes by files": ["manager"],
@@ -202,6 +204,8 @@ def ceph_class():
 def parameters():
     """The keys that the code reads, by the heading of their table."""
     common = strings("device/context.rs", "COMMON: [&str; 4] = [")
+    nfs = source("provision/nfs/class.rs")
+    nfs = nfs[nfs.index("pub fn snapshot_share(") : nfs.index("fn bad(")]
     own = strings("provision/params/export.rs", "OWN: [&str; 4] = [") | {"nbdServer"}
     return {
         "StorageClasses of image pools": strings("provision/params.rs", "KNOWN: [&str; 8] = [") | own,
@@ -209,6 +213,12 @@ def parameters():
         "Snapshot classes of Ceph pools": strings(
             "provision/rbd/snapshots.rs", "const KNOWN: [&str; 3] = ["
         ),
+        "Group snapshot classes of Ceph pools": strings(
+            "provision/rbd/groups.rs", "const KNOWN: [&str; 3] = ["
+        ),
+        "StorageClasses of NFS shares": strings("provision/nfs/class.rs", "KEYS: [&str; 6] = ["),
+        "Snapshot classes of NFS shares": set(re.findall(r'^ +"(\w+)" =>', nfs, re.MULTILINE)),
+        "Volume context of NFS directories": strings("device/nfs.rs", "KEYS: [&str; 7] = ["),
         "VolumeAttributesClasses of Ceph pools": strings(
             "provision/rbd/qos.rs", "MODIFIABLE: [&str; 12] = ["
         ),
@@ -226,6 +236,8 @@ def check_parameters():
     for head, keys in parameters().items():
         cells = re.findall(r"^\| (`[^|]*) \|", sections.get(head, ""), re.MULTILINE)
         listed = {key for cell in cells for key in re.findall(r"`([\w./-]+)", cell) if "/" not in key}
+        if IN_ANY_CASE.search(head):
+            listed = {key.lower() for key in listed}
         for key in sorted(keys ^ listed):
             where = "the code does not read" if key in listed else "the table lacks"
             problem(f"docs/reference/parameters.md, {head}", f"{where} {key}")
