@@ -20,6 +20,7 @@ mod flow;
 mod held;
 mod named;
 mod orphans;
+mod park;
 mod persist;
 mod progress;
 mod reattach;
@@ -143,6 +144,8 @@ enum Command {
     Wait(wanted::Wait),
     Apply(wanted::Apply),
     Remove(wanted::Remove),
+    Park(park::Park),
+    Unpark(park::Unpark),
     Volumes(held::Volumes),
     Stats(held::Stats),
     Health(held::Health),
@@ -250,6 +253,8 @@ impl Cli {
             Command::Wait(it) => print(it.run(context).await?, json),
             Command::Apply(it) => print(it.run(context).await?, json),
             Command::Remove(it) => print(it.run(context).await?, json),
+            Command::Park(it) => print(it.run(context).await?, json),
+            Command::Unpark(it) => print(it.run(context).await?, json),
             Command::Volumes(it) => print(it.run(context).await?, json),
             Command::Stats(it) => print(it.run(context).await?, json),
             Command::Health(it) => print(it.run(context).await?, json),

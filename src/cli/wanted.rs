@@ -24,7 +24,10 @@ use crate::{
         },
         directory::{VolumesDir, name_of},
     },
-    proto::admin::{ListWantedVolumesRequest, PlanVolumesRequest, PlannedVolume, WantedVolume},
+    proto::admin::{
+        ListWantedVolumesRequest, ListWantedVolumesResponse, PlanVolumesRequest, PlannedVolume,
+        WantedVolume,
+    },
 };
 
 /// Lists the volumes that files ask for, and how far each is
@@ -42,6 +45,7 @@ pub struct Wanted {}
 /// The wanted volumes.
 #[derive(Debug, Serialize)]
 pub struct WantedAnswer {
+    parked: bool,
     volumes: Vec<WantedRow>,
 }
 
@@ -59,7 +63,7 @@ struct WantedRow {
 impl Wanted {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<WantedAnswer, CliError> {
-        let volumes = context.wanted().await?.into_iter();
+        let listed = context.list_wanted().await?;
         let row = |volume: WantedVolume| WantedRow {
             name: volume.name,
             volume_id: volume.volume_id,
@@ -70,7 +74,8 @@ impl Wanted {
             is_wanted: volume.is_wanted,
         };
         Ok(WantedAnswer {
-            volumes: volumes.map(row).collect(),
+            parked: listed.parked,
+            volumes: listed.volumes.into_iter().map(row).collect(),
         })
     }
 }
@@ -91,7 +96,11 @@ impl Answer for WantedAnswer {
         table(
             ["NAME", "STATE", "PATH", "WHAT"],
             rows,
-            "no file asks for a volume",
+            if self.parked {
+                "the volumes are parked; uringctl unpark sets them up again"
+            } else {
+                "no file asks for a volume"
+            },
         )
     }
 }
@@ -239,7 +248,7 @@ impl Answer for WaitAnswer {
 }
 
 /// Between two looks.
-const LOOK_EVERY: Duration = Duration::from_millis(250);
+pub const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 impl Wait {
     /// For the volume to be as its file asks.
@@ -508,14 +517,17 @@ impl Context {
     }
 
     async fn wanted(&self) -> Result<Vec<WantedVolume>, CliError> {
-        let answer = self
-            .admin(
-                "list the wanted volumes",
-                ListWantedVolumesRequest {},
-                async |mut client, request| client.list_wanted_volumes(request).await,
-            )
-            .await?;
-        Ok(answer.volumes)
+        Ok(self.list_wanted().await?.volumes)
+    }
+
+    /// The volumes that files ask for, or that are still to go.
+    pub async fn list_wanted(&self) -> Result<ListWantedVolumesResponse, CliError> {
+        self.admin(
+            "list the wanted volumes",
+            ListWantedVolumesRequest {},
+            async |mut client, request| client.list_wanted_volumes(request).await,
+        )
+        .await
     }
 }
 

@@ -17,8 +17,8 @@ use crate::{
     proto::admin::{
         FormatVolumeRequest, FormatVolumeResponse, GetAgentInfoRequest, GetAgentInfoResponse,
         HeldVolume, ListHeldVolumesRequest, ListHeldVolumesResponse, ListWantedVolumesRequest,
-        ListWantedVolumesResponse, PlanVolumesRequest, PlanVolumesResponse, PlannedVolume, Target,
-        WantedVolume, node_admin_server::NodeAdmin,
+        ListWantedVolumesResponse, ParkVolumesRequest, ParkVolumesResponse, PlanVolumesRequest,
+        PlanVolumesResponse, PlannedVolume, Target, WantedVolume, node_admin_server::NodeAdmin,
     },
     volume::{
         Cause, Config, Listed, NodeHandle, Outcome,
@@ -55,9 +55,11 @@ impl AdminService {
     }
 
     async fn wanted(&self) -> Result<ListWantedVolumesResponse, Status> {
-        let listed = self.managed(async |manager| manager.list().await).await?;
+        let list = async |manager: Arc<Manager>| Ok((manager.list().await?, manager.is_parked()));
+        let (listed, parked) = self.managed(list).await?;
         Ok(ListWantedVolumesResponse {
             volumes: listed.into_iter().map(wanted).collect(),
+            parked,
         })
     }
 
@@ -170,6 +172,20 @@ impl NodeAdmin for AdminService {
     ) -> Result<Response<PlanVolumesResponse>, Status> {
         let caller = Caller::of(request.metadata());
         observed("PlanVolumes", "", caller, self.plan(request.into_inner())).await
+    }
+
+    async fn park_volumes(
+        &self,
+        request: Request<ParkVolumesRequest>,
+    ) -> Result<Response<ParkVolumesResponse>, Status> {
+        let caller = Caller::of(request.metadata());
+        let parked = request.into_inner().parked;
+        let park = async {
+            let park = async move |manager: Arc<Manager>| manager.park(parked).await;
+            self.managed(park).await?;
+            Ok(ParkVolumesResponse {})
+        };
+        observed("ParkVolumes", "", caller, park).await
     }
 
     async fn get_agent_info(

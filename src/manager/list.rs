@@ -14,6 +14,7 @@ use super::{
     plan::Actual,
     run::Manager,
     state::{BAD, BLOCKED, CHANGING, READY},
+    table::DesiredTable,
 };
 
 /// How long a listing waits for the directory.
@@ -65,8 +66,15 @@ impl Manager {
         for (name, text) in files {
             content.replace(name, text);
         }
-        let applied = self.state().applied.clone();
-        let table = self.desired(&content, &applied);
+        let (applied, is_parked) = {
+            let state = self.state();
+            (state.applied.clone(), state.is_parked)
+        };
+        let table = if is_parked {
+            DesiredTable::default()
+        } else {
+            self.desired(&content, &applied)
+        };
         let actual = self.actual(applied.clone()).await?;
         let mut rows: Vec<_> = dry_run(&table, &actual)
             .into_iter()
@@ -106,6 +114,11 @@ impl Manager {
         }
         rows.sort_by(|a, b| (&a.name, &a.handle).cmp(&(&b.name, &b.handle)));
         Ok(rows)
+    }
+
+    /// Whether the volumes are parked.
+    pub fn is_parked(&self) -> bool {
+        self.state().is_parked
     }
 
     /// Every volume that a file asks for, or that is still to go, and every file that asks for
@@ -170,13 +183,18 @@ impl Manager {
         Ok(rows)
     }
 
+    /// Fails until the records are read.
+    pub(super) fn refuse_unloaded(&self) -> io::Result<()> {
+        if self.state().is_loaded {
+            return Ok(());
+        }
+        let why = "the volume manager has not read its records";
+        Err(io::Error::other(why))
+    }
+
     /// What is in the directory now, if it answers in time.
     async fn read_in_time(&self) -> io::Result<io::Result<DirectoryContent>> {
-        if !self.state().is_loaded {
-            return Err(io::Error::other(
-                "the volume manager has not read its records",
-            ));
-        }
+        self.refuse_unloaded()?;
         let read = tokio::time::timeout(READ_WITHIN, self.read()).await;
         let path = self.directory.path().display();
         read.map_err(|_| io::Error::other(format!("{path} does not answer")))

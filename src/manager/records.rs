@@ -22,6 +22,9 @@ pub struct AppliedRecords {
     boot_id: String,
 }
 
+/// Holds the id of the boot in which the volumes were parked.
+const PARKED: &str = "parked";
+
 #[derive(Serialize, Deserialize)]
 struct AppliedRecord {
     handle: String,
@@ -71,6 +74,24 @@ impl AppliedRecords {
         };
         let bytes = serde_json::to_vec(&record)?;
         file::replace(&self.path_of(handle), &bytes, FileDurability::Volatile)
+    }
+
+    /// Records whether the volumes are parked.
+    pub fn park(&self, is_parked: bool) -> io::Result<()> {
+        let path = self.dir.join(PARKED);
+        if is_parked {
+            file::replace(&path, self.boot_id.as_bytes(), FileDurability::Volatile)
+        } else {
+            file::remove(&path, FileDurability::Volatile)
+        }
+    }
+
+    /// Whether the volumes were parked in this boot.
+    pub fn is_parked(&self) -> io::Result<bool> {
+        match fs::read(self.dir.join(PARKED)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            read => Ok(read? == self.boot_id.as_bytes()),
+        }
     }
 
     pub fn forget(&self, handle: &str) -> io::Result<()> {

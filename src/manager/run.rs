@@ -85,6 +85,14 @@ impl From<Cause> for Failed {
     }
 }
 
+/// The desired state before the directory is read.
+fn unread(directory: &VolumesDir) -> DesiredTable {
+    DesiredTable {
+        incomplete: Some(format!("{} is not read yet", directory.path().display())),
+        ..DesiredTable::default()
+    }
+}
+
 impl Manager {
     /// The manager of the volumes that the files of `directory` ask for.
     pub fn new(
@@ -93,19 +101,16 @@ impl Manager {
         directory: VolumesDir,
         records: AppliedRecords,
     ) -> Arc<Self> {
-        let unread = DesiredTable {
-            incomplete: Some(format!("{} is not read yet", directory.path().display())),
-            ..DesiredTable::default()
+        let state = ManagerState {
+            desired: unread(&directory),
+            ..ManagerState::default()
         };
         Arc::new(Self {
             node,
             lanes,
             directory,
             records,
-            state: Mutex::new(ManagerState {
-                desired: unread,
-                ..ManagerState::default()
-            }),
+            state: Mutex::new(state),
             summary: watch::Sender::default(),
             changed: Notify::new(),
             reads: Arc::new(Semaphore::new(1)),
@@ -125,13 +130,14 @@ impl Manager {
     /// Brings the volumes into their desired state, and keeps them there.
     pub async fn run(self: Arc<Self>) {
         let records = self.records.clone();
-        let loaded = self.lanes.run("", "recover", move || records.load()).await;
-        match loaded {
-            Ok(mut applied) => {
+        let load = move || io::Result::Ok((records.load()?, records.is_parked()?));
+        match self.lanes.run("", "recover", load).await {
+            Ok((mut applied, is_parked)) => {
                 // While no agent ran.
                 applied.values_mut().for_each(Applied::lose_lock);
                 let mut state = self.state();
                 state.applied = applied;
+                state.is_parked = is_parked;
                 state.is_loaded = true;
             }
             Err(error) => {
@@ -157,6 +163,10 @@ impl Manager {
     fn take(&self, content: io::Result<DirectoryContent>) {
         let mut state = self.state();
         match content {
+            _ if state.is_parked => {
+                state.desired = DesiredTable::default();
+                state.content = content.ok();
+            }
             Err(error) => {
                 let path = self.directory.path().display();
                 tracing::error!(directory = %path, %error, "cannot read the directory of volumes; they stay as they are");
@@ -175,6 +185,26 @@ impl Manager {
         }
         drop(state);
         self.changed.notify_one();
+    }
+
+    /// Unmounts and detaches all volumes, as if no file asked for any, until the machine's next
+    /// boot; or ends that. Does not wait.
+    pub async fn park(self: Arc<Self>, is_parked: bool) -> io::Result<()> {
+        self.refuse_unloaded()?;
+        let records = self.records.clone();
+        let record = move || records.park(is_parked);
+        self.lanes.run("", "record", record).await?;
+        let mut state = self.state();
+        state.is_parked = is_parked;
+        state.desired = match &state.content {
+            _ if is_parked => DesiredTable::default(),
+            Some(content) => self.desired(content, &state.applied),
+            None => unread(&self.directory),
+        };
+        drop(state);
+        tracing::info!(is_parked, "volumes that files ask for");
+        self.changed.notify_one();
+        Ok(())
     }
 
     /// The desired state that these files ask for.

@@ -36,6 +36,8 @@ pub struct ManagerState {
     /// What was in the directory when it was last read.
     pub content: Option<DirectoryContent>,
     pub desired: DesiredTable,
+    /// Whether no file counts until the next boot.
+    pub is_parked: bool,
     /// Whether `applied` was read from the records.
     pub is_loaded: bool,
     /// By handle.

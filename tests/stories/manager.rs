@@ -815,3 +815,46 @@ fn an_agent_that_is_killed_continues() {
         machine.node.assert_clean().await;
     });
 }
+
+#[test]
+fn parked_volumes_are_gone_until_the_next_boot() {
+    story(async |sandbox| {
+        let machine = Machine::start(sandbox).await;
+        let (one, two) = (image(sandbox, "one"), image(sandbox, "two"));
+        for name in ["one", "two"] {
+            machine.write(name, &machine.file(name, "mount", ""));
+        }
+        for name in ["one", "two"] {
+            machine.wait(name, "mounted");
+        }
+        let used = File::create(machine.path("two").join("file")).unwrap();
+        let park = |timeout| machine.operator.run(&["park", "--timeout", timeout]);
+        let (code, _, error) = park("2s");
+        assert_eq!(code, 6, "{error}");
+        assert!(error.contains("two is not gone yet"), "{error}");
+        assert!(loops_over(&one).is_empty());
+        drop(used);
+        let (code, _, error) = park("60s");
+        assert_eq!(code, 0, "{error}");
+        assert!(loops_over(&two).is_empty());
+
+        // An agent that was killed leaves them parked, and a new file asks for nothing.
+        machine.node.kill9().await;
+        machine.node.restart().await;
+        image(sandbox, "three");
+        machine.write("three", &machine.file("three", "mount", ""));
+        eventually("the agent answers", async || {
+            let (code, shown, _) = machine.operator.run(&["wanted"]);
+            (code == 0 && shown.contains("parked")).then_some(())
+        })
+        .await;
+        let (_, planned, _) = machine.operator.run(&["plan", "--json"]);
+        assert!(!planned.contains("three"), "{planned}");
+
+        let (code, _, error) = machine.operator.run(&["unpark"]);
+        assert_eq!(code, 0, "{error}");
+        for name in ["one", "two", "three"] {
+            machine.wait(name, "mounted");
+        }
+    });
+}
