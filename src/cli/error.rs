@@ -146,9 +146,20 @@ pub enum CliError {
         /// What it waits for.
         missing: String,
     },
-    /// A volume that the volume manager would set up again.
+    /// A volume to be deleted that this node has.
     #[error(
-        "{volume} is wanted by {name}.toml, and the node agent would set it up again; \
+        "{volume} is in use on this node{}; `uringctl down {volume}` unpublishes and unstages it",
+        .path.as_ref().map(|path| format!(", at {path}")).unwrap_or_default()
+    )]
+    HeldHere {
+        /// As given on the command line.
+        volume: String,
+        /// Where it is published or staged.
+        path: Option<String>,
+    },
+    /// A volume that a file of the volume manager asks for.
+    #[error(
+        "{volume} is wanted by {name}.toml, which the node agent follows; \
          `uringctl remove {name}` unmounts and detaches it"
     )]
     Managed {
@@ -261,7 +272,10 @@ impl CliError {
             | Self::BadArguments(_)
             | Self::BadFile { .. }
             | Self::Credentials(_) => 2,
-            Self::InUse(_) | Self::Managed { .. } | Self::CannotPersist { .. } => 5,
+            Self::InUse(_)
+            | Self::HeldHere { .. }
+            | Self::Managed { .. }
+            | Self::CannotPersist { .. } => 5,
         }
     }
 

@@ -219,6 +219,7 @@ impl Down {
             }
         }
         if self.delete {
+            context.refuse_delete(wanted, &volume_id).await?;
             let delete = context.delete_volume(wanted, volume_id.clone());
             flow.step("delete", volume_id.as_str(), delete).await?;
         }

@@ -315,7 +315,8 @@ impl Answer for VolumeList {
 /// Deletes volumes and all their data
 #[derive(Args, Debug)]
 #[command(after_help = "\
-A volume that is in use is not deleted (exit code 5).
+A volume that is in use is not deleted, nor one that a file of this node asks for
+(exit code 5). Who uses a directory of an NFS server is known of this node only.
 
 Examples:
   uringctl delete data-1
@@ -340,6 +341,7 @@ impl Delete {
     pub async fn run(self, context: &Context) -> Deleted {
         Deleted::each(self.volumes, async |wanted| {
             let volume_id = context.volume(wanted).await?.volume_id;
+            context.refuse_delete(wanted, &volume_id).await?;
             context.delete_volume(wanted, volume_id.clone()).await?;
             Ok(volume_id)
         })

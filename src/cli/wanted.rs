@@ -9,6 +9,7 @@ use std::{
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
+use tonic::Code;
 
 use super::{
     answer::{Answer, table},
@@ -480,19 +481,50 @@ impl Context {
         volume_id: &str,
         path: Option<&Path>,
     ) -> Result<(), CliError> {
+        let is_set_up = |it: &WantedVolume| {
+            it.is_managed && path.is_none_or(|path| path == Path::new(&it.path))
+        };
+        match self.refuse_wanted(volume, volume_id, is_set_up).await {
+            // A directory that hangs is to keep no volume.
+            Err(error) if error.is_uncertain() => Ok(()),
+            refused => refused,
+        }
+    }
+
+    /// Refuses to delete a volume that this node has, or that a file asks for: the controller
+    /// does not know who uses a directory of an NFS server. Passes where no agent runs.
+    pub async fn refuse_delete(&self, volume: &str, volume_id: &str) -> Result<(), CliError> {
+        let held = match self.held().await {
+            Err(CliError::Unreachable { .. }) => return Ok(()),
+            // Another driver, which has no such service.
+            Err(CliError::Refused { status, .. }) if status.code() == Code::Unimplemented => {
+                return Ok(());
+            }
+            held => held?,
+        };
+        if let Some(held) = held.into_iter().find(|held| held.volume_id == volume_id) {
+            let target = held.targets.into_iter().next().map(|target| target.path);
+            let mut paths = target.into_iter().chain([held.staging_path]);
+            return Err(CliError::HeldHere {
+                volume: volume.to_owned(),
+                path: paths.find(|path| !path.is_empty()),
+            });
+        }
+        self.refuse_wanted(volume, volume_id, |_| true).await
+    }
+
+    /// Refuses a volume that a file asks for, if `is_it` as well.
+    async fn refuse_wanted(
+        &self,
+        volume: &str,
+        volume_id: &str,
+        is_it: impl Fn(&WantedVolume) -> bool,
+    ) -> Result<(), CliError> {
         if self.agent_info().await?.volumes_dir.is_empty() {
             return Ok(());
         }
-        let is_it = |it: &WantedVolume| {
-            let is_there = path.is_none_or(|path| path == Path::new(&it.path));
-            it.volume_id == volume_id && it.is_wanted && it.is_managed && is_there
-        };
-        let wanted = match self.wanted().await {
-            // A directory that hangs is to keep no volume.
-            Err(error) if error.is_uncertain() => return Ok(()),
-            wanted => wanted?,
-        };
-        match wanted.into_iter().find(is_it) {
+        let mut wanted = self.wanted().await?.into_iter();
+        match wanted.find(|it| it.volume_id == volume_id && it.is_wanted && is_it(it)) {
             None => Ok(()),
             Some(WantedVolume { name, .. }) => Err(CliError::Managed {
                 volume: volume.to_owned(),

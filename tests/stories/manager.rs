@@ -13,12 +13,13 @@ use std::{
 
 use serde_json::Value;
 use testkit::{
-    Content, Controller, MIB, NbdServer, NfsServer, Node, NodeSetup, Rng, Sandbox, Volume,
+    Content, Controller, MIB, NbdServer, NfsServer, Node, NodeSetup, Rng, SHARE, Sandbox, Volume,
     all_loops, can_use_nfs, eventually, kernel_has_nbd, loops_over, run, story,
 };
 
 use super::{
     nbd::own,
+    nfs_controller,
     observability::{free_port, get},
     operator::Operator,
 };
@@ -644,6 +645,39 @@ fn a_mount_of_others_at_its_path_is_not_the_volume() {
         let machine = Machine::start(sandbox).await;
         image(sandbox, "data");
         let path = machine.path("data");
+#[test]
+fn a_volume_that_a_file_asks_for_is_not_deleted() {
+    story(async |sandbox| {
+        let share = sandbox.dir().join("export");
+        fs::create_dir(&share).unwrap();
+        let controller = nfs_controller::over(sandbox, &share).await;
+        let machine = Machine::start(sandbox).await;
+        let operator = Operator::new(&machine.node, &controller);
+        let claim = nfs_controller::claim("data", &[]);
+        let made = controller.create(claim).await.expect("made");
+        let path = machine.path("data");
+        // No server answers there, so nothing of it is on the node yet.
+        let text = format!(
+            "handle = '{}'\n[source]\nbackend = 'nfs'\nserver = '127.0.0.1'\nshare = '{SHARE}'\n\
+             subDir = 'data'\n[mount]\npath = '{}'\n",
+            made.volume_id,
+            path.display()
+        );
+        machine.write("mine", &text);
+        machine.wait_for("mine", "failed", "").await;
+        for delete in [&["delete"][..], &["down", "--delete"]] {
+            let (code, _, err) = operator.run(&[delete, &[&made.volume_id]].concat());
+            assert!(code == 5 && err.contains("mine.toml"), "{code}: {err}");
+        }
+        assert!(share.join("data").exists());
+        machine.remove("mine");
+        machine.wait("mine", "gone");
+        operator.json(&["delete", &made.volume_id]);
+        assert!(!share.join("data").exists());
+        machine.node.assert_clean().await;
+    });
+}
+
         let text = path.to_str().unwrap();
         machine.write("data", &machine.file("data", "mount", ""));
         machine.wait("data", "mounted");

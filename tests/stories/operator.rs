@@ -110,7 +110,7 @@ fn uringctl_up_and_down() {
         // In use: not to be deleted, and the exit code says why.
         let (code, _, err) = operator.run(&["delete", "data-1"]);
         assert_eq!(code, 5, "{err}");
-        assert!(err.contains("node-a"), "{err}");
+        assert!(err.contains(text), "{err}");
 
         operator.json(&["down", text]);
         assert!(!path.exists());
