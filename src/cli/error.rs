@@ -176,6 +176,12 @@ pub enum CliError {
         /// What stands against it.
         why: String,
     },
+    /// The directory of the volume manager, which is missing while volumes of its files are there.
+    #[error(
+        "{} is gone, and volumes of its files are still on this node: a new one would take them \
+         away; bring it back with its files, or mount its file system", .0.display()
+    )]
+    DirectoryGone(PathBuf),
     /// Arguments that do not go together.
     #[error("{0}")]
     BadArguments(String),
@@ -274,6 +280,7 @@ impl CliError {
             | Self::Credentials(_) => 2,
             Self::InUse(_)
             | Self::HeldHere { .. }
+            | Self::DirectoryGone(_)
             | Self::Managed { .. }
             | Self::CannotPersist { .. } => 5,
         }

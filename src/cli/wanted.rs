@@ -314,7 +314,9 @@ impl Wait {
 #[derive(Args, Debug)]
 #[command(after_help = "\
 The volume has the name of its file. The agent makes what the file asks for, and
-`uringctl wait` waits for it. If a file's form is wrong, nothing is written.
+`uringctl wait` waits for it. If a file's form is wrong, or the agent would not use a
+file, such as one with a path that --allow-path does not have, nothing is written. With
+--directory the agent is not asked.
 
 A file with a table [volume] gets its handle and source from the controller, which
 finds the volume of that name, or creates it by the table's parameters. Nothing is
@@ -354,10 +356,11 @@ struct DirectoryArgs {
 }
 
 impl DirectoryArgs {
-    async fn open(self, context: &Context) -> Result<VolumesDir, CliError> {
+    /// The directory, and whether the agent is to check what is written into it.
+    async fn open(self, context: &Context) -> Result<(VolumesDir, bool), CliError> {
         match self.directory {
-            Some(path) => Ok(VolumesDir::new(path)),
-            None => context.volumes_dir().await,
+            Some(path) => Ok((VolumesDir::new(path), false)),
+            None => Ok((context.volumes_dir().await?, true)),
         }
     }
 }
@@ -383,16 +386,25 @@ impl Apply {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<FilesAnswer, CliError> {
         let new = self.files.iter().map(|path| Ok((path, read(path)?)));
-        let new: Vec<_> = new.collect::<Result<_, CliError>>()?;
-        let directory = self.at.open(context).await?;
-        let mut files = Vec::new();
-        for (path, mut file) in new {
-            if let Some(named) = file.named {
+        let mut new: Vec<_> = new.collect::<Result<_, CliError>>()?;
+        let (directory, is_checked) = self.at.open(context).await?;
+        context.make_directory(&directory).await?;
+        if is_checked {
+            context.refuse_bad(&new).await?;
+        }
+        for (path, file) in &mut new {
+            if let Some(named) = file.named.take() {
                 let desired = context.complete(named).await?;
                 file.text = written(path, &desired)?;
             }
-            files.push((file.name, file.text));
         }
+        if is_checked {
+            // By now with the handles of new volumes.
+            context.refuse_bad(&new).await?;
+        }
+        let files: Vec<_> = (new.into_iter())
+            .map(|(_, file)| (file.name, file.text))
+            .collect();
         for (name, text) in &files {
             let written = directory.write(name, text);
             written.map_err(failed("write to", directory.path()))?;
@@ -441,7 +453,7 @@ fn bad_file(path: &Path) -> impl Fn(String) -> CliError {
 impl Remove {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<FilesAnswer, CliError> {
-        let directory = self.at.open(context).await?;
+        let (directory, _) = self.at.open(context).await?;
         for name in &self.names {
             if name_of(Path::new(&format!("{name}.toml"))).as_ref() != Some(name) {
                 return Err(CliError::BadArguments(format!(
@@ -471,6 +483,49 @@ impl Context {
             return Err(CliError::BadArguments(why.to_owned()));
         }
         Ok(VolumesDir::new(path.into()))
+    }
+
+    /// Makes the directory of the files, if it is missing. One that the agent follows is not
+    /// made anew while volumes of its files are there: with the marker, and without their
+    /// files, it would take them away.
+    async fn make_directory(&self, directory: &VolumesDir) -> Result<(), CliError> {
+        let path = directory.path();
+        if path.exists() {
+            return Ok(());
+        }
+        let is_followed = match self.agent_info().await {
+            Ok(agent) => Path::new(&agent.volumes_dir) == path,
+            Err(CliError::Unreachable { .. }) => false,
+            Err(error) => return Err(error),
+        };
+        if is_followed && !self.wanted().await?.is_empty() {
+            return Err(CliError::DirectoryGone(path.to_owned()));
+        }
+        directory.make().map_err(failed("make", path))
+    }
+
+    /// Refuses files that the agent would not use.
+    async fn refuse_bad(&self, new: &[(&PathBuf, NewFile)]) -> Result<(), CliError> {
+        let mut files = HashMap::new();
+        for (path, file) in new {
+            let text = match file.named.clone() {
+                None => file.text.clone(),
+                Some(named) => {
+                    let before = named.before_its_volume();
+                    let found = self.complete_if_found(named).await?;
+                    written(path, &found.unwrap_or(before))?
+                }
+            };
+            files.insert(file.name.clone(), text);
+        }
+        let is_bad = |planned: &&PlannedVolume| planned.state == "bad";
+        let planned = self.plan(files).await?;
+        for planned in planned.iter().filter(is_bad) {
+            if let Some((path, _)) = new.iter().find(|(_, file)| file.name == planned.name) {
+                return Err(bad_file(path)(planned.reason.clone()));
+            }
+        }
+        Ok(())
     }
 
     /// Refuses a volume that the volume manager would set up again; at a path: one that it

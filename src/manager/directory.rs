@@ -72,15 +72,16 @@ impl VolumesDir {
         Ok(content)
     }
 
-    /// Writes the file of this name, all of it at once. Makes the directory, with the marker.
-    /// A directory without a marker may be a mount point on which nothing is mounted.
+    /// Makes the directory, with the marker.
+    pub fn make(&self) -> io::Result<()> {
+        fs::create_dir_all(&self.0)?;
+        file::replace(&self.0.join(MARKER), b"", FileDurability::Durable)
+    }
+
+    /// Writes the file of this name, all of it at once. A directory without a marker may be a
+    /// mount point on which nothing is mounted.
     pub fn write(&self, name: &str, text: &str) -> io::Result<()> {
-        let marker = self.0.join(MARKER);
-        if !self.0.exists() {
-            fs::create_dir_all(&self.0)?;
-            file::replace(&marker, b"", FileDurability::Durable)?;
-        }
-        if !marker.exists() {
+        if !self.0.join(MARKER).exists() {
             return Err(io::Error::other(format!(
                 "it has no file {MARKER}; make one, if it is the directory of the volumes"
             )));
@@ -164,6 +165,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let directory = VolumesDir::new(dir.path().join("volumes"));
         assert!(directory.read().is_err());
+        assert!(directory.write("data", RAW).is_err(), "it is not made");
+        directory.make().unwrap();
         directory.write("data", RAW).unwrap();
         let at = |name: &str| directory.path().join(name);
         for name in [
@@ -209,6 +212,7 @@ mod tests {
         assert!(!directory.read().unwrap().has_marker);
         assert!(directory.write("data", RAW).is_err());
         let directory = VolumesDir::new(dir.path().join("volumes"));
+        directory.make().unwrap();
         for path in ["/a", "/b"] {
             let text = RAW.replace("/x", path);
             directory.write("data", &text).unwrap();

@@ -343,6 +343,16 @@ fn nothing_is_undone_that_may_be_wanted() {
         node.kill9().await;
         node.restart().await;
         machine.wait_for("two", "blocked", "cannot be read").await;
+        // A new directory would be one without their files.
+        let new = sandbox.dir().join("new.toml");
+        fs::write(&new, machine.file("new", "mount", "")).unwrap();
+        let new = new.to_str().unwrap();
+        let at = machine.directory.to_str().unwrap();
+        for apply in [&["apply", new][..], &["apply", new, "--directory", at]] {
+            let (code, _, err) = machine.operator.run(apply);
+            assert!(code == 5 && err.contains(at), "{code}: {err}");
+        }
+        assert!(!machine.directory.exists());
         for name in ["one", "two"] {
             assert_ne!(options_at(&machine.path(name)), "", "{name}");
         }
@@ -512,6 +522,58 @@ fn a_volume_that_up_makes_persists() {
 }
 
 #[test]
+fn a_file_that_the_agent_would_refuse_is_not_written() {
+    story(async |sandbox| {
+        let (machine, _controller) = Machine::start_with_controller(sandbox).await;
+        let operator = &machine.operator;
+        for name in ["data", "other"] {
+            let image = sandbox.volume_in("main", name, "ext4", 64 * MIB);
+            machine.write(name, &machine.file_of(name, &image, ""));
+            machine.wait(name, "mounted");
+        }
+        let at = |name: &str| machine.directory.join(format!("{name}.toml"));
+        let good = fs::read_to_string(at("data")).unwrap();
+        let file = sandbox.dir().join("data.toml");
+        let refused = |text: &str, words: &str| {
+            fs::write(&file, text).unwrap();
+            let (code, _, err) = operator.run(&["apply", file.to_str().unwrap()]);
+            assert!(code == 2 && err.contains(words), "{text}: {code}: {err}");
+            assert_eq!(fs::read_to_string(at("data")).unwrap(), good);
+        };
+        let path = machine.path("data").display().to_string();
+        let others = machine.path("other").display().to_string();
+        refused(&good.replace(&path, "/nowhere/data"), "--allow-path");
+        refused(&format!("{good}options = ['nonsense=1']\n"), "nonsense");
+        refused(&good.replace("'loop'", "'lop'"), "lop");
+        refused(&good.replace(&path, &others), "path: is that of other.toml");
+        let handle = "handle = 'data'";
+        assert!(good.contains(handle));
+        refused(
+            &good.replace(handle, "handle = 'other'"),
+            "handle: is that of other.toml",
+        );
+        // No volume is created for such a file.
+        let named = |path: &str, options: &str, parameters: &str| {
+            format!(
+                "size = '64Mi'\n[volume]\nname = 'new'\nparameters = {{ {parameters} }}\n\
+                 [mount]\npath = '{path}'\noptions = [{options}]\n"
+            )
+        };
+        refused(&named("/nowhere/data", "", ""), "--allow-path");
+        refused(&named(&path, "'nfsvers=4.1'", ""), "nfsvers");
+        let of_server = "server = '127.0.0.1', share = '/none'";
+        refused(&named(&others, "'nfsvers=4.1'", of_server), "other.toml");
+        let listed = operator.json(&["list"])["volumes"].to_string();
+        assert!(!listed.contains("\"new\""), "{listed}");
+        for name in ["data", "other"] {
+            machine.remove(name);
+            machine.wait(name, "gone");
+        }
+        machine.node.assert_clean().await;
+    });
+}
+
+#[test]
 fn a_file_names_a_volume_of_the_controller() {
     story(async |sandbox| {
         let (machine, _controller) = Machine::start_with_controller(sandbox).await;
@@ -584,6 +646,39 @@ fn a_file_names_a_volume_of_the_controller() {
 }
 
 #[test]
+fn a_volume_that_a_file_asks_for_is_not_deleted() {
+    story(async |sandbox| {
+        let share = sandbox.dir().join("export");
+        fs::create_dir(&share).unwrap();
+        let controller = nfs_controller::over(sandbox, &share).await;
+        let machine = Machine::start(sandbox).await;
+        let operator = Operator::new(&machine.node, &controller);
+        let claim = nfs_controller::claim("data", &[]);
+        let made = controller.create(claim).await.expect("made");
+        let path = machine.path("data");
+        // No server answers there, so nothing of it is on the node yet.
+        let text = format!(
+            "handle = '{}'\n[source]\nbackend = 'nfs'\nserver = '127.0.0.1'\nshare = '{SHARE}'\n\
+             subDir = 'data'\n[mount]\npath = '{}'\n",
+            made.volume_id,
+            path.display()
+        );
+        machine.write("mine", &text);
+        machine.wait_for("mine", "failed", "").await;
+        for delete in [&["delete"][..], &["down", "--delete"]] {
+            let (code, _, err) = operator.run(&[delete, &[&made.volume_id]].concat());
+            assert!(code == 5 && err.contains("mine.toml"), "{code}: {err}");
+        }
+        assert!(share.join("data").exists());
+        machine.remove("mine");
+        machine.wait("mine", "gone");
+        operator.json(&["delete", &made.volume_id]);
+        assert!(!share.join("data").exists());
+        machine.node.assert_clean().await;
+    });
+}
+
+#[test]
 fn systemd_learns_when_the_wanted_volumes_are_there() {
     story(async |sandbox| {
         let port = free_port();
@@ -645,39 +740,6 @@ fn a_mount_of_others_at_its_path_is_not_the_volume() {
         let machine = Machine::start(sandbox).await;
         image(sandbox, "data");
         let path = machine.path("data");
-#[test]
-fn a_volume_that_a_file_asks_for_is_not_deleted() {
-    story(async |sandbox| {
-        let share = sandbox.dir().join("export");
-        fs::create_dir(&share).unwrap();
-        let controller = nfs_controller::over(sandbox, &share).await;
-        let machine = Machine::start(sandbox).await;
-        let operator = Operator::new(&machine.node, &controller);
-        let claim = nfs_controller::claim("data", &[]);
-        let made = controller.create(claim).await.expect("made");
-        let path = machine.path("data");
-        // No server answers there, so nothing of it is on the node yet.
-        let text = format!(
-            "handle = '{}'\n[source]\nbackend = 'nfs'\nserver = '127.0.0.1'\nshare = '{SHARE}'\n\
-             subDir = 'data'\n[mount]\npath = '{}'\n",
-            made.volume_id,
-            path.display()
-        );
-        machine.write("mine", &text);
-        machine.wait_for("mine", "failed", "").await;
-        for delete in [&["delete"][..], &["down", "--delete"]] {
-            let (code, _, err) = operator.run(&[delete, &[&made.volume_id]].concat());
-            assert!(code == 5 && err.contains("mine.toml"), "{code}: {err}");
-        }
-        assert!(share.join("data").exists());
-        machine.remove("mine");
-        machine.wait("mine", "gone");
-        operator.json(&["delete", &made.volume_id]);
-        assert!(!share.join("data").exists());
-        machine.node.assert_clean().await;
-    });
-}
-
         let text = path.to_str().unwrap();
         machine.write("data", &machine.file("data", "mount", ""));
         machine.wait("data", "mounted");

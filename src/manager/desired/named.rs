@@ -26,6 +26,28 @@ pub struct NamedFile {
 }
 
 impl NamedFile {
+    /// The file with a source like that of the volume, while there is none yet: to be checked,
+    /// not to be written.
+    pub fn before_its_volume(&self) -> Desired {
+        let parameters = self.volume.parameters.iter().flatten();
+        let of_server = parameters
+            .filter(|(key, _)| {
+                ["server", "share"]
+                    .iter()
+                    .any(|it| key.eq_ignore_ascii_case(it))
+            })
+            .map(|(key, value)| (key.clone(), value.clone()));
+        let mut source: BTreeMap<_, _> = of_server.collect();
+        if source.is_empty() {
+            let image = [("backend", "loop"), ("pool", "none"), ("image", "none.img")];
+            source.extend(image.map(|(key, value)| (key.to_owned(), value.to_owned())));
+        }
+        Desired {
+            source,
+            ..self.desired.clone()
+        }
+    }
+
     /// The file of the volume with this handle and volume context.
     pub fn complete(self, handle: String, source: BTreeMap<String, String>) -> Desired {
         Desired {
@@ -80,6 +102,14 @@ mod tests {
         };
         assert_eq!(file.volume.name, "data-1");
         assert_eq!(file.volume.parameters.clone().unwrap()["pool"], "fast");
+        let before = file.before_its_volume();
+        assert_eq!((&*before.source["backend"], before.handle), ("loop", None));
+        let of_server = NAMED.replace(".pool = 'fast'", " = { server = 'srv', Share = '/x' }");
+        let VolumeFile::Named(of_server) = parse("data", &of_server).unwrap() else {
+            panic!("it is complete");
+        };
+        let keys = of_server.before_its_volume().source.into_keys();
+        assert_eq!(keys.collect::<Vec<_>>(), ["Share", "server"]);
         let source: BTreeMap<_, _> = [("backend".to_owned(), "loop".to_owned())].into();
         let complete = file.complete("id-1".to_owned(), source.clone());
         assert_eq!(complete.handle("data"), "id-1");
