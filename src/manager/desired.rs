@@ -162,12 +162,15 @@ impl TryFrom<DesiredFile> for Desired {
                 return Err("has both [mount] and [raw]; a volume is one of them".to_owned());
             }
         };
-        check_path("path", &path)?;
+        if !is_plain(&path) {
+            return Err(format!("path: {} {NOT_PLAIN}", path.display()));
+        }
         if read_only && file.size.is_some() {
             return Err("size: a volume that is read-only does not grow".to_owned());
         }
-        if let Some(secrets) = &file.secrets {
-            check_path("secrets", secrets)?;
+        if file.secrets.as_deref().is_some_and(|dir| !is_plain(dir)) {
+            // It is not shown: it may be a secret by mistake.
+            return Err(format!("secrets: {NOT_PLAIN}"));
         }
         if let Some(handle) = &file.handle {
             check_handle("handle", handle)?;
@@ -218,20 +221,13 @@ impl From<Desired> for DesiredFile {
     }
 }
 
-/// A path that means the same to every process, in one spelling.
-fn check_path(field: &str, path: &Path) -> Result<(), String> {
+const NOT_PLAIN: &str = "is not an absolute path without . and .., doubled and trailing slashes";
+
+/// Whether a path means the same to every process, in one spelling.
+fn is_plain(path: &Path) -> bool {
     let is_plain = |part: Component<'_>| matches!(part, Component::RootDir | Component::Normal(_));
     let plain: PathBuf = path.components().collect();
-    if path.is_absolute()
-        && path.components().all(is_plain)
-        && plain.as_os_str() == path.as_os_str()
-    {
-        return Ok(());
-    }
-    let path = path.display();
-    Err(format!(
-        "{field}: {path} is not an absolute path without . and .., doubled and trailing slashes"
-    ))
+    path.is_absolute() && path.components().all(is_plain) && plain.as_os_str() == path.as_os_str()
 }
 
 /// The longest handle that CSI allows.
@@ -269,6 +265,19 @@ pub fn parse(name: &str, text: &str) -> Result<Desired, BadDesired> {
     parse_as(name, text)
 }
 
+/// An error of serde without the value that it found: in the wrong place, it may be a secret.
+fn without_value(message: &str) -> String {
+    let shows_value = ["invalid type: ", "invalid value: "]
+        .iter()
+        .any(|it| message.starts_with(it));
+    match (message.find(['"', '`']), message.rfind(", expected ")) {
+        (Some(from), Some(to)) if shows_value && from < to => {
+            format!("{}{}", message[..from].trim_end(), &message[to..])
+        }
+        _ => message.to_owned(),
+    }
+}
+
 fn parse_as<T: DeserializeOwned>(name: &str, text: &str) -> Result<T, BadDesired> {
     check_handle("the file's name", name).map_err(BadDesired::whole)?;
     toml::from_str(text).map_err(|error| {
@@ -282,7 +291,7 @@ fn parse_as<T: DeserializeOwned>(name: &str, text: &str) -> Result<T, BadDesired
             let shown = shown.split('=').next().unwrap_or_default();
             (line + 1, shown.trim())
         });
-        let message = error.message().replace('\n', ", ");
+        let message = without_value(&error.message().replace('\n', ", "));
         match at {
             Some((line, shown)) => BadDesired {
                 line: Some(line),

@@ -74,7 +74,7 @@ fn a_bad_file_is_refused_by_field_and_line() {
         ),
         ("\"/srv/data\"", "\"/srv/data/\"", "", "path: /srv/data/"),
         ("\"/srv/data\"", "\"/srv//data\"", "", "path: /srv//data"),
-        ("\"/etc/uring-csi/ceph\"", "\"ceph\"", "", "secrets: ceph"),
+        ("\"/etc/uring-csi/ceph\"", "\"ceph\"", "", "secrets: "),
         ("999:0", "postgres", "line 15: ", "postgres"),
         ("999:0", "4294967295:0", "line 15: ", "owner"),
         ("0750", "0790", "line 16: ", "mode"),
@@ -105,11 +105,24 @@ fn a_bad_file_is_refused_by_field_and_line() {
 
 #[test]
 fn an_error_shows_no_secret() {
-    for mistake in ["userKey = 'S3CRET'", "secrets = { userKey = 'S3CRET' }"] {
-        let text = DATA.replace("[mount]", &format!("[mount]\n{mistake}"));
+    let mistakes = [
+        ("[mount]", "[mount]\nuserKey = 'S3CRET'"),
+        ("[mount]", "[mount]\nsecrets = { userKey = 'S3CRET' }"),
+        ("/etc/uring-csi/ceph", "S3CRET/1, expected x=="),
+        ("[\"noatime\"]", "'S3CRET\", expected x'"),
+        ("false", "'S3CRET'"),
+        ("[source]", "raw = 'S3CRET'\n[source]"),
+    ];
+    for (from, to) in mistakes {
+        let text = DATA.replace(from, to);
         let error = parse("data", &text).unwrap_err().to_string();
         assert!(!error.contains("S3CRET"), "{error}");
     }
+    let error = parse("data", &DATA.replace("false", "'S3CRET'")).unwrap_err();
+    assert_eq!(
+        error.why,
+        "invalid type: string, expected a boolean: read-only"
+    );
 }
 
 fn path() -> impl Strategy<Value = PathBuf> {
