@@ -28,7 +28,7 @@ pub struct DesiredTable {
 
 impl DesiredTable {
     /// The table of these files. Of two files that ask for the same volume, or for two at the
-    /// same path, the second is bad. The first is the one that was applied with this handle
+    /// same path, or at one below the other, the second is bad. The first is the one that was applied with this handle
     /// and path, else one that was applied, else the first by name. `applied`: the name,
     /// handle and path of each file that was applied.
     pub fn of(
@@ -40,7 +40,6 @@ impl DesiredTable {
             incomplete,
             ..Self::default()
         };
-        let mut paths = BTreeMap::new();
         let mut files: Vec<_> = files.into_iter().collect();
         files.sort_by_key(|(name, file)| {
             let mut before = applied.iter().filter(|(of, ..)| of == name).peekable();
@@ -53,18 +52,22 @@ impl DesiredTable {
         for (name, file) in files {
             let checked = file.and_then(|desired| {
                 let handle = desired.handle(&name).to_owned();
-                let other = (table.volumes.get(&handle)).map(|other| ("handle", &other.name));
-                let other = other.or_else(|| Some(("path", paths.get(&desired.path)?)));
-                match other {
-                    None => Ok((handle, desired)),
-                    Some((field, other)) => Err(BadDesired::whole(format!(
-                        "{field}: is that of {other}.toml as well"
-                    ))),
+                let same = table.volumes.get(&handle);
+                let at = same
+                    .is_none()
+                    .then(|| conflict(&table, &desired.path))
+                    .flatten();
+                match (same, at) {
+                    (None, None) => Ok((handle, desired)),
+                    (Some(WantedFile { name, .. }), _) => {
+                        Err(format!("handle: is that of {name}.toml as well"))
+                    }
+                    (None, Some(why)) => Err(why),
                 }
+                .map_err(BadDesired::whole)
             });
             match checked {
                 Ok((handle, desired)) => {
-                    paths.insert(desired.path.clone(), name.clone());
                     table.volumes.insert(handle, WantedFile { name, desired });
                 }
                 Err(error) => {
@@ -89,6 +92,20 @@ impl DesiredTable {
     }
 }
 
+/// Why a volume cannot be at this path beside those of the table. Of two volumes, one below
+/// the other, it would depend on the order of the mounts which of them is to be seen.
+fn conflict(table: &DesiredTable, path: &Path) -> Option<String> {
+    let others = table.volumes.values();
+    let mut conflicts = others.filter_map(|WantedFile { name, desired }| {
+        if desired.path == path {
+            return Some(format!("path: is that of {name}.toml as well"));
+        }
+        let is_nested = desired.path.starts_with(path) || path.starts_with(&desired.path);
+        is_nested.then(|| format!("path: is above or below that of {name}.toml"))
+    });
+    conflicts.next()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -111,6 +128,16 @@ mod tests {
             let names = ["a", "b"].into();
             assert!(table.doubt("a", &names).is_some(), "its volume stays");
         }
+        for path in ["/b/sub", "/b/sub/c", "/"] {
+            let files = [("a", file("a", path)), ("b", file("b", "/b"))];
+            let files = files.map(|(name, file)| (name.to_owned(), file)).into();
+            let table = DesiredTable::of(files, None, &applied);
+            let why = &table.bad["a"].why;
+            assert_eq!(why, "path: is above or below that of b.toml", "{path}");
+        }
+        let files = [("a", file("a", "/bb")), ("b", file("b", "/b"))];
+        let files = files.map(|(name, file)| (name.to_owned(), file)).into();
+        assert!(DesiredTable::of(files, None, &applied).bad.is_empty());
         let files = [("a", file("a", "/b")), ("b", file("b", "/a"))];
         let files = files.map(|(name, file)| (name.to_owned(), file)).into();
         let swapped = DesiredTable::of(files, None, &applied);
