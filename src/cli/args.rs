@@ -3,6 +3,7 @@
 use std::{collections::HashMap, time::Duration};
 
 use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
 
 use crate::{
     proto::csi::{
@@ -16,7 +17,7 @@ use crate::{
 };
 
 /// The access mode of a volume, by Kubernetes' short names.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, ValueEnum)]
 pub enum AccessModeArg {
     /// One node writes (ReadWriteOnce)
     #[default]
@@ -41,7 +42,7 @@ impl AccessModeArg {
 }
 
 /// CSI's volume capability.
-#[derive(Args, Clone, Debug, Default)]
+#[derive(Args, Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub struct AccessArgs {
     /// File system; default: the one on the volume, else the driver's default
     #[arg(long, value_name = "TYPE", value_parser = ["ext4", "xfs", "btrfs"])]
@@ -93,7 +94,7 @@ impl AccessArgs {
 }
 
 /// The pool, parameters and content source of a new volume.
-#[derive(Args, Clone, Debug, Default)]
+#[derive(Args, Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub struct NewVolumeArgs {
     /// Pool of the volume; required where the controller has more than one
     #[arg(long)]

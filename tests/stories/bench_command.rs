@@ -6,16 +6,20 @@ use std::{
     process::Child,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
     },
 };
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use testkit::{Controller, Node, Sandbox, Volume, eventually, files_below, mounts_below, story};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use uring_csi::proto::csi::ListVolumesRequest;
 
-use crate::operator::{Operator, machine};
+use crate::{
+    nfs_controller,
+    operator::{Operator, machine},
+};
 
 /// The arguments of every run in a story.
 fn bench<'a>(node: &'a Node, args: &[&'a str]) -> Vec<&'a str> {
@@ -405,6 +409,82 @@ fn what_a_killed_run_leaves_is_cleaned() {
         drop(held);
         operator.json(&clean);
         assert_nothing_is_left(&node, &controller).await;
+    });
+}
+
+#[test]
+fn a_volume_whose_creation_was_never_answered_is_cleaned() {
+    story(async |sandbox| {
+        let share = sandbox.dir().join("export");
+        fs::create_dir(&share).unwrap();
+        let controller = nfs_controller::over(sandbox, &share).await;
+        let node = Node::start(sandbox).await;
+        let names = || {
+            let entries = fs::read_dir(&share).unwrap();
+            let names = entries.map(|entry| entry.unwrap().file_name());
+            let names = names.map(|name| name.into_string().unwrap());
+            let of_run = names.filter(|name| name.starts_with("uringctl-bench-"));
+            of_run.collect::<Vec<_>>()
+        };
+        let socket = sandbox.dir().join("silent.sock");
+        keep_answers_about_runs(&socket, controller.socket());
+        let load = [
+            "--create=1",
+            "--parameter=server=127.0.0.1",
+            "--parameter=share=/share",
+            "--timeout=2s",
+        ];
+        let silent = Operator::with_sockets(node.socket(), &socket);
+        let run = silent.start(&bench(&node, &load));
+        let ended = tokio::task::spawn_blocking(|| Operator::end(run));
+        let (code, _, err) = ended.await.expect("an end");
+        assert_eq!(code, 1, "{err}");
+        let [name] = names().try_into().expect("one volume");
+        assert!(err.contains(&format!("volume {name}")), "{err}");
+
+        let operator = Operator::new(&node, &controller);
+        let dir = node.kubelet.to_str().unwrap();
+        operator.json(&["bench", "clean", "--kubelet-dir", dir]);
+        assert_eq!(names(), Vec::<String>::new());
+        assert!(of_runs(&node).is_empty());
+        node.assert_clean().await;
+    });
+}
+
+/// Listens at `at` and passes requests on to `to`; answers as well, until a request has the
+/// name of a run's volume.
+fn keep_answers_about_runs(at: &Path, to: &Path) {
+    let listener = tokio::net::UnixListener::bind(at).expect("a socket");
+    let to = to.to_owned();
+    tokio::task::spawn(async move {
+        loop {
+            let (client, _) = listener.accept().await.expect("a connection");
+            let server = tokio::net::UnixStream::connect(&to)
+                .await
+                .expect("the controller");
+            let (mut requests, mut answers_to) = client.into_split();
+            let (mut answers, mut requests_to) = server.into_split();
+            let silent = Arc::new(AtomicBool::new(false));
+            let is_silent = silent.clone();
+            tokio::task::spawn(async move {
+                let mut bytes = vec![0; 64 << 10];
+                while let Ok(read @ 1..) = answers.read(&mut bytes).await {
+                    if !is_silent.load(Relaxed) {
+                        let _ = answers_to.write_all(&bytes[..read]).await;
+                    }
+                }
+            });
+            tokio::task::spawn(async move {
+                let mut bytes = vec![0; 64 << 10];
+                while let Ok(read @ 1..) = requests.read(&mut bytes).await {
+                    let name = b"uringctl-bench-";
+                    if bytes[..read].windows(name.len()).any(|part| part == name) {
+                        silent.store(true, Relaxed);
+                    }
+                    let _ = requests_to.write_all(&bytes[..read]).await;
+                }
+            });
+        }
     });
 }
 

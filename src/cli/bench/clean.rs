@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::{
     caller::Load,
     in_use::Used,
-    place::{KUBELET_DIR, Place, Record},
+    place::{FoundRun, KUBELET_DIR, Place, Record},
     process::Process,
     run::Offers,
     session::Session,
@@ -59,9 +59,19 @@ impl Clean {
             source,
         })?;
         for path in found {
-            let Some((place, record)) = Place::take_over(&path)? else {
-                cleaned.running.push(path);
-                continue;
+            let (place, record) = match Place::take_over(&path)? {
+                FoundRun::UnderWay => {
+                    cleaned.running.push(path);
+                    continue;
+                }
+                FoundRun::Unused(place) => {
+                    match place.remove() {
+                        Ok(()) => cleaned.removed.push(path),
+                        Err(left) => cleaned.left.push(left),
+                    }
+                    continue;
+                }
+                FoundRun::Killed(place, record) => (place, record),
             };
             let socket = context.node_socket.endpoint.to_string();
             if record.node_endpoint != socket {
@@ -128,7 +138,7 @@ async fn undo(
         duration: None,
         is_interrupted: Rc::new(Cell::new(false)),
     };
-    let mut session = Session::new(context, load, 1, place, volumes);
+    let mut session = Session::new(context, load, 1, place, volumes, record.creation);
     session.clean().await;
     kept.extend(session.what_is_left());
     Ok(kept)

@@ -13,7 +13,14 @@ use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
 use super::mounts::mounted_below;
-use crate::cli::{attach::failed, error::CliError};
+use crate::{
+    cli::{
+        args::{AccessArgs, NewVolumeArgs},
+        attach::failed,
+        error::CliError,
+    },
+    size::Size,
+};
 
 /// The first part of the names of everything that a run makes.
 pub const PREFIX: &str = "uringctl-bench-";
@@ -28,12 +35,25 @@ const PARENT: &str = "plugins/kubernetes.io/csi";
 /// The file in a run's directory that says what the run uses.
 const RECORD: &str = "run.json";
 
+/// The record while it is written.
+const DRAFT: &str = "run.new";
+
 /// What a run uses, for `bench clean`, should uringctl be killed.
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
 pub struct Record {
     pub node_endpoint: String,
     /// Their paths are those of their numbers.
     pub volumes: Vec<RecordedVolume>,
+    /// How those with a name are created.
+    pub creation: Creation,
+}
+
+/// How a run creates volumes.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub struct Creation {
+    pub size: Size,
+    pub usage: AccessArgs,
+    pub origin: NewVolumeArgs,
 }
 
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
@@ -50,6 +70,15 @@ pub struct VolumePaths {
     dir: PathBuf,
     pub staging: PathBuf,
     pub target: PathBuf,
+}
+
+/// What is known of the run that made a directory.
+pub enum FoundRun {
+    UnderWay,
+    /// Its process was killed before it did anything.
+    Unused(Place),
+    /// Its process was killed.
+    Killed(Place, Record),
 }
 
 /// A run's directory.
@@ -98,24 +127,28 @@ impl Place {
         Ok(found)
     }
 
-    /// The directory and the record of a run whose process was killed; None while it runs.
-    pub fn take_over(path: &Path) -> Result<Option<(Self, Record)>, CliError> {
+    /// The directory of a run, and its record, if its process was killed.
+    pub fn take_over(path: &Path) -> Result<FoundRun, CliError> {
         let lock = match lock(path) {
-            Err(busy) if busy.kind() == ErrorKind::WouldBlock => return Ok(None),
+            Err(busy) if busy.kind() == ErrorKind::WouldBlock => return Ok(FoundRun::UnderWay),
             locked => locked.map_err(failed("lock", path))?,
         };
-        let file = path.join(RECORD);
-        let record = fs::read_to_string(&file).map_err(failed("read", &file))?;
-        let record = serde_json::from_str(&record).map_err(|error| CliError::BadFile {
-            path: file,
-            why: error.to_string(),
-        })?;
         let place = Self {
             path: path.to_owned(),
             parents: Vec::new(),
             _lock: lock,
         };
-        Ok(Some((place, record)))
+        let file = path.join(RECORD);
+        let record = match fs::read_to_string(&file) {
+            // It is written before anything is done.
+            Err(none) if none.kind() == ErrorKind::NotFound => return Ok(FoundRun::Unused(place)),
+            record => record.map_err(failed("read", &file))?,
+        };
+        let record = serde_json::from_str(&record).map_err(|error| CliError::BadFile {
+            path: file,
+            why: error.to_string(),
+        })?;
+        Ok(FoundRun::Killed(place, record))
     }
 
     /// Where it is.
@@ -136,7 +169,7 @@ impl Place {
     /// Writes down what the run uses, before it does.
     pub fn record(&self, record: &Record) -> Result<(), CliError> {
         let path = self.path.join(RECORD);
-        let fresh = path.with_extension("new");
+        let fresh = self.path.join(DRAFT);
         serde_json::to_vec_pretty(record)
             .map_err(io::Error::from)
             .and_then(|text| fs::write(&fresh, text))
@@ -153,11 +186,16 @@ impl Place {
         }
         // The record stays with what it is about.
         let entries = fs::read_dir(&self.path).into_iter().flatten().flatten();
-        let mut others = entries.filter(|entry| entry.file_name() != RECORD);
+        let is_own =
+            |entry: &fs::DirEntry| [RECORD, DRAFT].iter().any(|own| entry.file_name() == *own);
+        let mut others = entries.filter(|entry| !is_own(entry));
         if let Some(other) = others.next() {
             return Err(other.path().display().to_string());
         }
-        remove(|| fs::remove_file(self.path.join(RECORD)), &self.path)?;
+        // Without the record nothing was done.
+        for file in [DRAFT, RECORD] {
+            remove(|| fs::remove_file(self.path.join(file)), &self.path)?;
+        }
         remove(|| fs::remove_dir(&self.path), &self.path)?;
         for parent in self.parents.iter().rev() {
             // Others may use it by now.
@@ -229,6 +267,17 @@ mod tests {
         Record {
             node_endpoint: "unix:///x.sock".to_owned(),
             volumes: Vec::new(),
+            creation: Creation {
+                size: "64Mi".parse().unwrap(),
+                usage: AccessArgs {
+                    fs: Some("xfs".to_owned()),
+                    ..AccessArgs::default()
+                },
+                origin: NewVolumeArgs {
+                    parameters: vec![("key".to_owned(), "value".to_owned())],
+                    ..NewVolumeArgs::default()
+                },
+            },
         }
     }
 
@@ -278,12 +327,33 @@ mod tests {
         fs::create_dir(kubelet.path().join(PARENT).join("a.driver")).unwrap();
         let path = place.path().to_owned();
         assert_eq!(Place::list(kubelet.path()).unwrap(), [&*path]);
-        assert!(Place::take_over(&path).unwrap().is_none());
+        let found = Place::take_over(&path).unwrap();
+        assert!(matches!(found, FoundRun::UnderWay));
         drop(place);
-        let (place, found) = Place::take_over(&path).unwrap().unwrap();
+        let FoundRun::Killed(place, found) = Place::take_over(&path).unwrap() else {
+            panic!("it has a record");
+        };
         assert_eq!(found, record());
         place.remove().unwrap();
         assert!(Place::list(kubelet.path()).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_run_that_was_killed_before_its_record_leaves_only_its_directory() {
+        let kubelet = tempfile::tempdir().unwrap();
+        for draft in [None, Some("half a rec")] {
+            let place = Place::make(kubelet.path(), &format!("{PREFIX}1")).unwrap();
+            let path = place.path().to_owned();
+            if let Some(draft) = draft {
+                fs::write(path.join(DRAFT), draft).unwrap();
+            }
+            drop(place);
+            let FoundRun::Unused(place) = Place::take_over(&path).unwrap() else {
+                panic!("it has no record");
+            };
+            place.remove().unwrap();
+            assert!(!path.exists());
+        }
     }
 
     #[test]

@@ -9,11 +9,11 @@ use uuid::Uuid;
 use super::{
     caller::Load,
     in_use::Used,
-    place::{KUBELET_DIR, PREFIX, Place},
+    place::{Creation, KUBELET_DIR, PREFIX, Place},
     process::Process,
     report::{Driver, FORMAT, LoadShape, Report},
     samples::Call,
-    session::{Creation, Measured, Session},
+    session::{Measured, Session},
     volumes::{self, BenchVolume, ListedVolume, MAX_VOLUMES},
 };
 use crate::{
@@ -185,9 +185,9 @@ impl Run {
             usage: self.usage,
             origin: self.origin,
         };
-        let mut session = Session::new(context, load, callers, place, volumes);
+        let mut session = Session::new(context, load, callers, place, volumes, creation);
         let work = async {
-            let measured = match session.begin(&creation).await {
+            let measured = match session.begin().await {
                 Ok(()) => Ok(session.measure(process).await),
                 Err(error) => Err(error),
             };

@@ -2,6 +2,7 @@
 //! undoes.
 
 use std::{
+    cell::Cell,
     pin::Pin,
     time::{Duration, Instant},
 };
@@ -11,29 +12,15 @@ use tonic::{Code, Status};
 
 use super::{
     caller::{Caller, Load},
-    place::{Place, Record, RecordedVolume},
+    place::{Creation, Place, Record, RecordedVolume},
     process::{Process, ProcessUse},
     samples::{Call, Samples},
     volumes::BenchVolume,
 };
-use crate::{
-    cli::{
-        args::{AccessArgs, NewVolumeArgs},
-        context::Context,
-        error::CliError,
-    },
-    size::Size,
-};
+use crate::cli::{context::Context, error::CliError};
 
 /// Between two attempts to create or delete.
 const PAUSE: Duration = Duration::from_millis(500);
-
-/// How the run creates volumes.
-pub struct Creation {
-    pub size: Size,
-    pub usage: AccessArgs,
-    pub origin: NewVolumeArgs,
-}
 
 /// A run.
 pub struct Session<'a> {
@@ -42,6 +29,7 @@ pub struct Session<'a> {
     pub callers: usize,
     pub place: Place,
     pub volumes: Vec<BenchVolume>,
+    creation: Creation,
     /// Of the calls that create and delete.
     pub samples: Samples,
     /// Whether the directory could not be removed, in a sentence.
@@ -79,6 +67,7 @@ impl<'a> Session<'a> {
         callers: usize,
         place: Place,
         volumes: Vec<BenchVolume>,
+        creation: Creation,
     ) -> Self {
         Self {
             context,
@@ -87,6 +76,7 @@ impl<'a> Session<'a> {
             place_left: Some(place.path().display().to_string()),
             place,
             volumes,
+            creation,
             samples: Samples::default(),
         }
     }
@@ -100,13 +90,14 @@ impl<'a> Session<'a> {
         self.place.record(&Record {
             node_endpoint: self.load.endpoint.to_string(),
             volumes: volumes.collect(),
+            creation: self.creation.clone(),
         })
     }
 
     /// Creates the volumes that have a name; all callers do, each its own.
-    pub async fn begin(&mut self, how: &Creation) -> Result<(), CliError> {
+    pub async fn begin(&mut self) -> Result<(), CliError> {
         self.record()?;
-        let (context, load) = (self.context, &self.load);
+        let (context, load, how) = (self.context, &self.load, &self.creation);
         let work = shares(&mut self.volumes, self.callers)
             .into_iter()
             .map(|volumes| {
@@ -179,7 +170,7 @@ impl<'a> Session<'a> {
     /// Undoes all that the run may have made, one step after another for each volume, and
     /// stops where a step fails.
     pub async fn clean(&mut self) {
-        let (context, load) = (self.context, &self.load);
+        let (context, load, how) = (self.context, &self.load, &self.creation);
         let work = shares(&mut self.volumes, self.callers)
             .into_iter()
             .map(|volumes| {
@@ -191,7 +182,7 @@ impl<'a> Session<'a> {
                         }
                         volume.left = volume.paths.remove().err();
                         if volume.may_be.created && volume.left.is_none() {
-                            delete_one(context, load, volume, &mut ended.samples).await;
+                            delete_one(context, load, how, volume, &mut ended.samples).await;
                         }
                     }
                     ended
@@ -227,12 +218,17 @@ async fn create_one(
     let Some(name) = volume.created_as.clone() else {
         return Ok(());
     };
+    let may_exist = Cell::new(volume.may_be.created);
     let created = repeated(load, Call::CreateVolume, samples, async || {
         volume.may_be.created = true;
         let (usage, origin) = (&how.usage, &how.origin);
-        context
+        let created = context
             .create_volume(name.clone(), how.size, usage, origin)
-            .await
+            .await;
+        if created.as_ref().is_err_and(CliError::is_uncertain) {
+            may_exist.set(true);
+        }
+        created
     })
     .await;
     match created {
@@ -242,8 +238,9 @@ async fn create_one(
             Ok(())
         }
         Err(error) => {
-            // After a final code nothing was created.
-            volume.may_be.created = error.is_uncertain();
+            // After a final code nothing was created, also not by earlier attempts.
+            let is_final = matches!(error, CliError::Refused { .. }) && !error.is_uncertain();
+            volume.may_be.created = may_exist.get() && !is_final;
             Err(error)
         }
     }
@@ -253,21 +250,22 @@ async fn create_one(
 async fn delete_one(
     context: &Context,
     load: &Load,
+    how: &Creation,
     volume: &mut BenchVolume,
     samples: &mut Samples,
 ) {
     let Some(name) = volume.created_as.clone() else {
         return;
     };
-    if volume.handle.is_empty() {
-        // CreateVolume was not answered.
-        match context.volume(&name).await {
-            Ok(found) => volume.handle = found.volume_id,
-            Err(error) => {
-                volume.may_be.created = !matches!(error, CliError::NoSuchVolume(_));
-                return;
-            }
-        }
+    // CreateVolume was not answered, and the controller may be at work on it: no list has the
+    // volume then, so that it is created to the end. Nor do lists name directories of NFS
+    // servers.
+    if volume.handle.is_empty()
+        && create_one(context, load, how, volume, samples)
+            .await
+            .is_err()
+    {
+        return;
     }
     let handle = volume.handle.clone();
     let deleted = repeated(load, Call::DeleteVolume, samples, async || {
