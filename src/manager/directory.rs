@@ -113,6 +113,21 @@ impl DirectoryContent {
         names.filter(differs).cloned().collect()
     }
 
+    /// What is here without what differs from `earlier`, read shortly before: that is as in
+    /// `passed`, the content that was used last.
+    pub fn stable(mut self, earlier: &Self, passed: Option<&Self>) -> Self {
+        for name in self.changed_since(earlier) {
+            let before = passed.and_then(|passed| passed.files.get(&name).cloned());
+            // Without a text, so that what may be a renamed file takes no volume away.
+            let text = before.unwrap_or_else(|| Err("changes all the time".to_owned()));
+            self.files.insert(name, text);
+        }
+        if self.has_marker != earlier.has_marker {
+            self.has_marker = passed.is_some_and(|passed| passed.has_marker);
+        }
+        self
+    }
+
     /// Takes this text as that of the file of this name.
     pub fn replace(&mut self, name: String, text: String) {
         self.files.insert(name, Ok(text));

@@ -15,6 +15,10 @@ use crate::{lane::Lanes, ring::poll};
 /// pieces, or remove it before it writes it anew.
 const SETTLE: Duration = Duration::from_millis(300);
 
+/// After so many looks at a directory that goes on changing, the files that did not change
+/// between the last two are believed.
+const MAX_LOOKS: usize = 10;
+
 /// How long no event is trusted.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
 
@@ -25,11 +29,19 @@ pub async fn follow(
     mut changed: impl FnMut(io::Result<DirectoryContent>),
 ) {
     let mut last = None;
+    let mut passed = None;
+    let read = async || {
+        let directory = directory.clone();
+        lanes.run("", "read", move || directory.read()).await
+    };
     loop {
         // Before the look: no change between the two is lost.
         let path = directory.path().to_owned();
         let watched = lanes.run("", "watch", move || watch(&path)).await;
-        let content = settled(&directory, &lanes).await;
+        let content = settled(&read, passed.as_ref(), SETTLE).await;
+        if let Ok(content) = &content {
+            passed = Some(content.clone());
+        }
         let outcome =
             (content.as_ref()).map_or_else(|error| Err(error.kind()), |it| Ok(it.clone()));
         if last.as_ref() != Some(&outcome) {
@@ -61,19 +73,70 @@ fn watch(directory: &Path) -> io::Result<OwnedFd> {
     Ok(watched)
 }
 
-/// What is in the directory once it has stopped changing.
-async fn settled(directory: &VolumesDir, lanes: &Lanes) -> io::Result<DirectoryContent> {
-    let read = || {
-        let directory = directory.clone();
-        lanes.run("", "read", move || directory.read())
-    };
+/// What is in the directory once it has stopped changing for so long. What goes on changing is
+/// as in `passed`, the content that was passed on last.
+async fn settled(
+    read: impl AsyncFn() -> io::Result<DirectoryContent>,
+    passed: Option<&DirectoryContent>,
+    settle: Duration,
+) -> io::Result<DirectoryContent> {
     let mut content = read().await?;
-    loop {
-        tokio::time::sleep(SETTLE).await;
+    for _ in 1..MAX_LOOKS {
+        tokio::time::sleep(settle).await;
         let again = read().await?;
         if again == content {
             return Ok(content);
         }
         content = again;
+    }
+    tokio::time::sleep(settle).await;
+    Ok(read().await?.stable(&content, passed))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::Cell, fs};
+
+    use super::*;
+    use crate::manager::directory::MARKER;
+
+    #[tokio::test]
+    async fn a_file_that_changes_all_the_time_holds_up_no_other() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = VolumesDir::new(dir.path().to_owned());
+        directory.make().unwrap();
+        let write = |name: &str, path: &str| {
+            let text = format!("source = {{}}\nraw.path = '{path}'\n");
+            // Also while the marker is missing.
+            fs::write(directory.path().join(format!("{name}.toml")), text).unwrap();
+        };
+        write("busy", "/before");
+        write("data", "/before");
+        let passed = directory.read().unwrap();
+        write("data", "/now");
+        let reads = Cell::new(0);
+        let look = async |passed: Option<&DirectoryContent>| {
+            let read = async || {
+                reads.set(reads.get() + 1);
+                write("busy", &format!("/{}", reads.get()));
+                let content = directory.read();
+                if reads.get() % 2 == 0 {
+                    directory.make().unwrap();
+                } else {
+                    fs::remove_file(directory.path().join(MARKER)).unwrap();
+                }
+                content
+            };
+            settled(read, passed, Duration::from_millis(1)).await
+        };
+        let content = look(Some(&passed)).await.unwrap();
+        let parsed = content.parse();
+        assert_eq!(parsed["busy"].as_ref().unwrap().path, Path::new("/before"));
+        assert_eq!(parsed["data"].as_ref().unwrap().path, Path::new("/now"));
+        assert!(content.has_marker);
+        // One that was never used, and may be a renamed one.
+        let first = look(None).await.unwrap();
+        assert!(first.parse()["busy"].is_err() && !first.has_marker);
+        assert!(first.parse()["data"].is_ok());
     }
 }
