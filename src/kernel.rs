@@ -10,6 +10,8 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "node")]
 pub mod block;
 pub mod busy;
+#[cfg(any(feature = "node", feature = "cli"))]
+pub mod capabilities;
 #[cfg(feature = "controller")]
 pub mod clock;
 pub mod descriptors;
@@ -43,6 +45,8 @@ pub mod project;
 pub mod sysfs;
 #[cfg(feature = "node")]
 pub mod trim;
+#[cfg(feature = "cli")]
+pub mod uring_setup;
 pub mod watched;
 #[cfg(feature = "controller")]
 pub mod writeback;

@@ -1,22 +1,32 @@
 //! `doctor`: whether this machine has what the driver needs, and what to do where not.
 
 use std::{
-    fs,
+    fs, io,
     path::{Path, PathBuf},
 };
 
 use clap::Args;
-use rustix::process::{Resource, geteuid, getrlimit};
+use rustix::{
+    process::{Resource, geteuid, getrlimit},
+    thread::CapabilitySet,
+};
 use serde::Serialize;
 
 use super::{answer::Answer, context::Context, error::CliError};
-use crate::{error_chain, kernel::exec, proto::csi::ProbeRequest};
+use crate::{
+    error_chain,
+    kernel::{capabilities::NODE_NEEDS, exec, uring_setup::try_uring_setup},
+    proto::csi::ProbeRequest,
+};
 
-/// Checks this machine: kernel, drivers, programs, mounts, agents
+/// Checks this machine: kernel, privileges, drivers, programs, mounts, agents
 #[derive(Args, Debug)]
 #[command(after_help = "\
-A state of `bad` keeps the node agent from starting, and the exit code is 1 then. `lacks`
-is about volumes of that kind alone. It changes nothing, and loads no modules.
+A state of `bad` keeps the node agent from starting, or from mounting anything, and the
+exit code is 1 then. `lacks` is about volumes of that kind alone. `unknown` cannot be told
+here, as in a container without the node's /lib/modules. Privileges and io_uring are those
+of this process: of the agent, where it runs in the agent's container. It changes nothing,
+and loads no modules.
 
 Examples:
   uringctl doctor
@@ -49,7 +59,9 @@ enum CheckState {
     Good,
     /// Volumes of some kind do not work.
     Lacks,
-    /// The node agent does not start.
+    /// To be found out on the node itself.
+    Unknown,
+    /// The node agent does not start, or mounts nothing.
     Bad,
 }
 
@@ -58,6 +70,7 @@ impl CheckState {
         match self {
             Self::Good => "good",
             Self::Lacks => "lacks",
+            Self::Unknown => "unknown",
             Self::Bad => "bad",
         }
     }
@@ -81,6 +94,17 @@ impl Check {
         }
     }
 
+    fn unknown(
+        name: impl Into<String>,
+        found: impl Into<String>,
+        advice: impl Into<String>,
+    ) -> Self {
+        Self {
+            state: CheckState::Unknown,
+            ..Self::lacks(name, found, advice)
+        }
+    }
+
     fn bad(name: impl Into<String>, found: impl Into<String>, advice: impl Into<String>) -> Self {
         Self {
             state: CheckState::Bad,
@@ -95,8 +119,9 @@ impl Doctor {
         let machine = Machine::new(Path::new("/"));
         let mut checks = vec![
             machine.kernel(),
-            machine.io_uring(),
+            machine.io_uring(try_uring_setup()),
             user(geteuid().is_root()),
+            machine.capabilities(),
             descriptors(getrlimit(Resource::Nofile).maximum),
         ];
         checks.extend(
@@ -119,10 +144,10 @@ impl Answer for DoctorAnswer {
     fn text(&self) -> String {
         let lines = self.checks.iter().map(|check| {
             let (name, state) = (&check.name, check.state.as_str());
-            let line = format!("{state:6} {name:18} {}", check.found);
+            let line = format!("{state:7} {name:18} {}", check.found);
             match check.advice.as_str() {
                 "" => line,
-                advice => format!("{line}\n{:6} {advice}", ""),
+                advice => format!("{line}\n{:7} {advice}", ""),
             }
         });
         lines.collect::<Vec<_>>().join("\n")
@@ -223,17 +248,56 @@ impl Machine {
         }
     }
 
-    fn io_uring(&self) -> Check {
+    /// `setup`: the outcome of io_uring_setup(2) in this process.
+    fn io_uring(&self, setup: io::Result<()>) -> Check {
         let name = "io_uring";
-        // Only 2 is for privileged programs as well
+        let refused = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
+        // 1 is for privileged programs as well, 2 for none
         // (Documentation/admin-guide/sysctl/kernel.rst).
-        match self.read("proc/sys/kernel/io_uring_disabled").trim() {
-            "2" => Check::bad(
+        let sysctl = self.read("proc/sys/kernel/io_uring_disabled");
+        match (sysctl.trim(), setup) {
+            ("2", _) => Check::bad(
                 name,
                 "kernel.io_uring_disabled is 2",
                 "sysctl kernel.io_uring_disabled=0, and in /etc/sysctl.d",
             ),
-            _ => Check::good(name, "not disabled"),
+            (_, Ok(())) => Check::good(name, "a ring can be made"),
+            (_, Err(error)) if refused(&error) => Check::bad(
+                name,
+                format!("io_uring_setup: {error}"),
+                "allow io_uring in the container's seccomp profile, or run the container privileged",
+            ),
+            (_, Err(error)) => Check::bad(
+                name,
+                format!("io_uring_setup: {error}"),
+                "boot a kernel with CONFIG_IO_URING",
+            ),
+        }
+    }
+
+    /// What of the node agent's capabilities this process has, and can pass on.
+    fn capabilities(&self) -> Check {
+        let name = "capabilities";
+        let status = self.read("proc/self/status");
+        // proc_pid_status(5)
+        let set = |key: &str| {
+            let value = status.lines().find_map(|line| line.strip_prefix(key))?;
+            let bits = u64::from_str_radix(value.trim(), 16).ok()?;
+            Some(CapabilitySet::from_bits_retain(bits))
+        };
+        let (Some(effective), Some(bounding)) = (set("CapEff:"), set("CapBnd:")) else {
+            return Check::unknown(name, "/proc/self/status does not tell", "mount /proc");
+        };
+        let missing = NODE_NEEDS.difference(effective.intersection(bounding));
+        let names = missing.iter_names().map(|(name, _)| format!("CAP_{name}"));
+        let names = names.collect::<Vec<_>>().join(", ");
+        let advice = "run the container privileged, or the unit without CapabilityBoundingSet=";
+        if missing.is_empty() {
+            Check::good(name, "all that the node agent needs")
+        } else if missing.contains(CapabilitySet::SYS_ADMIN) {
+            Check::bad(name, format!("without {names}"), advice)
+        } else {
+            Check::lacks(name, format!("without {names}"), advice)
         }
     }
 
@@ -257,6 +321,19 @@ impl Machine {
         lists("modules.dep").then_some("a module, not loaded")
     }
 
+    /// Where it is not known which modules the kernel has, as in most containers.
+    fn unknown_module(&self, name: &str) -> Option<Check> {
+        let modules = format!("lib/modules/{}", self.release);
+        let is_absent = !self.root.join(&modules).is_dir();
+        is_absent.then(|| {
+            Check::unknown(
+                name,
+                format!("not loaded, and there is no /{modules} here"),
+                "run uringctl doctor on the node itself",
+            )
+        })
+    }
+
     fn driver(&self, driver: &str, kind: &str) -> Check {
         let name = format!("driver {driver}");
         match self.module(driver) {
@@ -266,11 +343,10 @@ impl Machine {
                 format!("for {kind}: modprobe {driver}; the pods of deploy/ do that"),
             ),
             Some(found) => Check::good(name, found),
-            None => Check::lacks(
-                name,
-                "not there",
-                format!("for {kind}: boot a kernel that has it"),
-            ),
+            None => self.unknown_module(&name).unwrap_or_else(|| {
+                let advice = format!("for {kind}: boot a kernel that has it");
+                Check::lacks(name, "not there", advice)
+            }),
         }
     }
 
@@ -287,11 +363,10 @@ impl Machine {
         let module = if fs == "nfs4" { "nfsv4" } else { fs };
         match self.module(module) {
             Some(found) => Check::good(name, found),
-            None => Check::lacks(
-                name,
-                "not there",
-                "for volumes with it: boot a kernel that has it",
-            ),
+            None => self.unknown_module(&name).unwrap_or_else(|| {
+                let advice = "for volumes with it: boot a kernel that has it";
+                Check::lacks(name, "not there", advice)
+            }),
         }
     }
 

@@ -41,7 +41,11 @@ fn io_uring_is_bad_only_if_root_may_not_use_it() {
     ] {
         let files: Vec<_> = value.map(|value| (sysctl, value)).into_iter().collect();
         let (_dir, machine) = machine(&files);
-        assert_eq!(machine.io_uring().state, state, "{value:?}");
+        assert_eq!(machine.io_uring(Ok(())).state, state, "{value:?}");
+        // A seccomp filter.
+        let refused = io::Error::from_raw_os_error(libc::EPERM);
+        let refused = machine.io_uring(Err(refused));
+        assert_eq!(refused.state, CheckState::Bad, "{value:?}");
     }
 }
 
@@ -66,6 +70,38 @@ fn a_driver_is_loaded_built_in_or_a_module() {
     assert_eq!(crypt.state, CheckState::Lacks);
     assert!(crypt.advice.contains("modprobe dm_crypt"), "{crypt:?}");
     assert_eq!(check("rbd").found, "not there");
+}
+
+#[test]
+fn without_the_nodes_modules_nothing_is_said_of_a_driver_that_is_not_loaded() {
+    let (_dir, machine) = machine(&[RELEASE, ("sys/module/loop/refcnt", "")]);
+    assert_eq!(machine.driver("loop", "").state, CheckState::Good);
+    for check in [machine.driver("nbd", ""), machine.file_system("xfs")] {
+        assert_eq!(check.state, CheckState::Unknown, "{check:?}");
+        assert!(check.advice.contains("on the node"), "{check:?}");
+    }
+}
+
+#[test]
+fn a_missing_capability_is_named() {
+    let check = |effective: &str, bounding: &str| {
+        let status = format!("CapPrm:\t0\nCapEff:\t{effective}\nCapBnd:\t{bounding}\n");
+        let (_dir, machine) = machine(&[("proc/self/status", &status)]);
+        machine.capabilities()
+    };
+    let all = "000001ffffffffff";
+    assert_eq!(check(all, all).state, CheckState::Good);
+    // CAP_MKNOD is 27, CAP_SYS_ADMIN 21 (linux/capability.h).
+    for (effective, bounding) in [(all, "000001fff7ffffff"), ("000001fff7ffffff", all)] {
+        let lacks = check(effective, bounding);
+        assert_eq!(lacks.state, CheckState::Lacks);
+        assert_eq!(lacks.found, "without CAP_MKNOD");
+    }
+    let container = check("00000000a80425fb", "00000000a80425fb");
+    assert_eq!(container.state, CheckState::Bad);
+    assert!(container.found.contains("CAP_SYS_ADMIN"), "{container:?}");
+    let (_dir, machine) = machine(&[]);
+    assert_eq!(machine.capabilities().state, CheckState::Unknown);
 }
 
 #[test]
