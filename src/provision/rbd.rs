@@ -71,6 +71,7 @@ mod orphans;
 mod qos;
 mod replication;
 mod snapshots;
+mod removal;
 mod store;
 mod temporary_group;
 mod topology;

@@ -90,6 +90,11 @@ impl FoundImage {
         format!("{}/{}", self.pool, self.image)
     }
 
+    /// Whether it is in that cluster and pool.
+    pub fn is_in(&self, cluster_id: &str, pool_id: i64) -> bool {
+        self.link.config.cluster_id == cluster_id && self.pool.pool_id() == pool_id
+    }
+
     /// Whether there is an image of that name.
     pub fn has_image(&self) -> Result<bool, RbdError> {
         Ok(rbd::image_id(&self.pool, &self.image)?.is_some())

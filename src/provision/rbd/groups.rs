@@ -244,14 +244,13 @@ impl RbdStore {
         secrets: &Secrets,
     ) -> Result<(), ProvisionError> {
         for handle in snapshots {
-            for found in self.all_of_snapshot(handle, secrets)? {
-                let name = found.name().map(snapshot_named);
-                let _name = name.map(|name| self.names.lock_on_lane(&name));
+            let mut all = self.all_of_snapshot(handle, secrets)?;
+            let _names = self.lock_names(&all, snapshot_named);
+            all.retain(|found| {
                 let entry = found.recorded.as_ref().map(|recorded| &recorded.entry);
-                if entry.is_some_and(|entry| entry.group == group) {
-                    self.delete_found_snapshot(&found, secrets)?;
-                }
-            }
+                entry.is_some_and(|entry| entry.group == group)
+            });
+            self.delete_all(&self.snapshots, &all, secrets)?;
         }
         Ok(())
     }
@@ -455,7 +454,7 @@ impl GroupPlace<'_> {
         let entry = entry.map_err(RbdError::from)?;
         if let Some(entry) = entry.filter(|entry| entry.state == CreateState::None) {
             let member = found(self.link.clone(), pool, handle.uuid(), entry)?;
-            return store.delete_found_snapshot(&member, self.secrets);
+            return store.delete_all(&store.snapshots, &[member], self.secrets);
         }
         self.attempt(&pool, handle.uuid(), name).abandon(None)?;
         Ok(())

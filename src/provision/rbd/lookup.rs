@@ -19,7 +19,7 @@ use crate::{
         client::{
             CephError,
             rados::IoCtx,
-            rbd::{self, Mirroring, OpenMode},
+            rbd::{self, Image, Mirroring, OpenMode},
         },
         csi_format::{
             config::ConfigError,
@@ -27,6 +27,7 @@ use crate::{
             journal::{Journal, JournalEntry},
         },
     },
+    error_chain,
     secret::Secrets,
 };
 
@@ -129,7 +130,7 @@ impl RbdStore {
         }
         // A delete has removed its entry, and left the image to its mirror: elsewhere is the
         // primary.
-        if matches!(own, Ok(None)) && self.is_left(handle, secrets)? {
+        if matches!(own, Ok(None)) && self.image_by_uuid(handle, secrets)?.is_some() {
             return Ok(Vec::new());
         }
         let elsewhere = self.elsewhere(of, handle, &places, secrets);
@@ -148,13 +149,18 @@ impl RbdStore {
         }
     }
 
-    /// Whether the cluster and pool of a handle have an image of its uuid without an entry.
-    fn is_left(&self, handle: &Handle, secrets: &Secrets) -> Result<bool, RbdError> {
+    /// The image of a handle's uuid in its cluster and pool, with or without an entry.
+    fn image_by_uuid(
+        &self,
+        handle: &Handle,
+        secrets: &Secrets,
+    ) -> Result<Option<(IoCtx, String)>, RbdError> {
         let link = self.link(handle.cluster_id(), secrets)?;
-        match link.pool(handle.pool_id()) {
-            Err(error) if error.is_not_found() => Ok(false),
-            pool => Ok(image_of(&pool?, handle)?.is_some()),
-        }
+        let pool = match link.pool(handle.pool_id()) {
+            Err(error) if error.is_not_found() => return Ok(None),
+            pool => pool?,
+        };
+        Ok(image_of(&pool, handle)?.map(|name| (pool, name)))
     }
 
     /// The first image that a handle's own fails over to.
@@ -184,6 +190,52 @@ impl RbdStore {
             }
         }
         failed.map_or(Ok(None), Err)
+    }
+
+    /// Whether a cluster that may have the image of a handle has one besides those found, or
+    /// does not answer. A copy that a daemon replays goes with its primary, and does not
+    /// count.
+    pub(super) fn may_have_another(
+        &self,
+        handle: &str,
+        known: &[FoundImage],
+        secrets: &Secrets,
+    ) -> Result<bool, RbdError> {
+        let Ok(CephVolumeHandle::Journaled(handle)) = handle.parse() else {
+            return Ok(false);
+        };
+        let mapped = self.mappings.of(handle.cluster_id(), handle.pool_id())?;
+        let own = (handle.cluster_id().to_owned(), handle.pool_id());
+        for (cluster_id, pool_id) in mapped.into_iter().chain([own]) {
+            if known.iter().any(|one| one.is_in(&cluster_id, pool_id)) {
+                continue;
+            }
+            let Some(there) = Handle::new(&cluster_id, pool_id, handle.uuid()) else {
+                continue;
+            };
+            match self.has_independent(&there, secrets) {
+                Ok(false) => {}
+                Ok(true) => return Ok(true),
+                // As for a lookup: the other cluster replaced it.
+                Err(error) if cluster_id == handle.cluster_id() && is_not_ours(&error) => {}
+                Err(error) => {
+                    let (handle, error) = (handle.to_string(), error_chain(&error));
+                    tracing::info!(handle, cluster_id, error, "cannot look for another image");
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Whether the cluster and pool of a handle have an image of its uuid that is not the
+    /// copy of another.
+    fn has_independent(&self, handle: &Handle, secrets: &Secrets) -> Result<bool, RbdError> {
+        let Some((pool, name)) = self.image_by_uuid(handle, secrets)? else {
+            return Ok(false);
+        };
+        let image = Image::open(&pool, &name, OpenMode::ReadOnly)?;
+        Ok(image.mirroring()? != Mirroring::Secondary || !image.mirror_sites()?.own.is_replaying())
     }
 
     /// A volume's entry in a cluster that replaces its own, if its image is missing there, as

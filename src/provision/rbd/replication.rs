@@ -24,7 +24,7 @@ use super::{
     error::RbdError,
     found::{FoundImage, Recorded},
     metadata::CREATED,
-    volumes::refuse_if_used,
+    removal::refuse_if_used,
 };
 use crate::{
     ceph::{

@@ -14,14 +14,10 @@ use super::{
     error::RbdError,
     found::{FoundImage, Recorded, handle_of},
     metadata::{foreign, set_metadata},
-    volumes::{Removal, forget, leave, refuse_if_used, removal},
 };
 use crate::{
     ceph::{
-        client::{
-            or_missing,
-            rbd::{Features, Image, OpenMode},
-        },
+        client::rbd::{Features, Image, OpenMode},
         csi_format::journal::{CreateState, JournalEntry, NameEntry},
     },
     secret::{Secret, Secrets},
@@ -238,9 +234,9 @@ impl RbdStore {
         secrets: &Secrets,
     ) -> Result<(), ProvisionError> {
         let _delete = self.purger.deletes.begin();
-        for found in self.all_of_snapshot(handle, secrets)? {
-            let name = found.name().map(snapshot_named);
-            let _name = name.map(|name| self.names.lock_on_lane(&name));
+        let all = self.all_of_snapshot(handle, secrets)?;
+        let _names = self.lock_names(&all, snapshot_named);
+        for found in &all {
             // Without its group's entry nothing else would delete it.
             if let Some(Recorded { entry, .. }) = &found.recorded
                 && !entry.group.is_empty()
@@ -249,32 +245,8 @@ impl RbdStore {
                 let (handle, group) = (found.handle.clone(), entry.group.clone());
                 return Err(ProvisionError::InGroup { handle, group });
             }
-            self.delete_found_snapshot(&found, secrets)?;
         }
-        Ok(())
-    }
-
-    pub(super) fn delete_found_snapshot(
-        &self,
-        found: &FoundImage,
-        secrets: &Secrets,
-    ) -> Result<(), ProvisionError> {
-        match found.open(OpenMode::ReadWrite) {
-            Ok(image) => {
-                let removal = removal(&self.snapshots, found, &image)?;
-                if removal != Removal::All {
-                    return leave(&self.snapshots, found, removal);
-                }
-                refuse_if_used(found, &image)?;
-                // While it has clones, it stays without its name.
-                or_missing(image.snapshot_remove(&found.image)).map_err(RbdError::from)?;
-            }
-            Err(RbdError::Lost { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
-        self.discard(found, std::slice::from_ref(&found.image))?;
-        self.remove_key(found, secrets)?;
-        forget(&self.snapshots, found)
+        self.delete_all(&self.snapshots, &all, secrets)
     }
 
     pub(super) fn get_snapshot(

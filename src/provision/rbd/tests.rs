@@ -16,6 +16,7 @@ mod names;
 mod orphans;
 mod pools;
 mod replication;
+mod shared_keys;
 mod sources;
 mod stalls;
 mod trash;

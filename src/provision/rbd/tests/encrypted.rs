@@ -131,13 +131,13 @@ fn of_files(mut new: NewVolume) -> NewVolume {
 }
 
 /// A class whose passphrases are in Vault, and another whose are in the metadata.
-struct VaultHome {
-    home: Home,
-    vault: VaultServer,
+pub struct VaultHome {
+    pub home: Home,
+    pub vault: VaultServer,
 }
 
 impl VaultHome {
-    fn new() -> Option<Self> {
+    pub fn new() -> Option<Self> {
         let (home, vault) = (Home::new()?, VaultServer::start()?);
         std::fs::write(home.dir.path().join("kms-token"), vault.web_token()).unwrap();
         let own = Self { home, vault };
@@ -151,7 +151,7 @@ impl VaultHome {
         (self.home).configure_kms(&json!({"vault": vault, "own": metadata}));
     }
 
-    fn volume(&self, name: &str, kms: &str) -> NewVolume {
+    pub fn volume(&self, name: &str, kms: &str) -> NewVolume {
         let mut new = self.home.encrypted_by(name, kms);
         let mut secrets = new.secrets.to_wire();
         secrets.insert("vault-ca".to_owned(), self.vault.ca());
@@ -168,7 +168,7 @@ impl VaultHome {
         self.home.rbd.create_volume(new).await.unwrap()
     }
 
-    fn secrets(&self) -> Secrets {
+    pub fn secrets(&self) -> Secrets {
         self.volume("any", "vault").secrets
     }
 }

@@ -9,16 +9,21 @@ use super::*;
 use crate::ceph::client::rbd::{self as images, Image, Mirroring, OpenMode};
 
 /// A volume that was made at one site and is at another by now.
-struct Moved {
-    home: Home,
+pub struct Moved {
+    pub home: Home,
     /// The pools of the two sites.
-    sites: [IoCtx; 2],
-    volume: VolumeInfo,
+    pub sites: [IoCtx; 2],
+    pub volume: VolumeInfo,
 }
 
 impl Moved {
     async fn new() -> Option<Self> {
         let home = Home::new()?;
+        let volume = home.volume("moved", MIB);
+        Some(Self::of(home, volume).await)
+    }
+
+    pub async fn of(home: Home, volume: NewVolume) -> Self {
         home.configure(&["ceph", "other"]);
         let credentials = Credentials::from_secrets(&home.secrets()).unwrap();
         let monitors = &home.cluster.monitors;
@@ -31,41 +36,41 @@ impl Moved {
         }]);
         let file = home.dir.path().join("cluster-mapping.json");
         std::fs::write(file, mapping.to_string()).unwrap();
-        let volume = home.make(home.volume("moved", MIB)).await;
+        let volume = home.make(volume).await;
         let moved = Self {
             home,
             sites,
             volume,
         };
-        moved.copy();
-        Some(moved)
+        moved.copy(moved.image(), &moved.entry(), "csi.volumes.default");
+        moved
     }
 
-    fn image(&self) -> &str {
+    pub fn image(&self) -> &str {
         &self.volume.context["imageName"]
     }
 
-    fn entry(&self) -> String {
+    pub fn entry(&self) -> String {
         let uuid = self.volume.handle.len() - 36;
         format!("csi.volume.{}", &self.volume.handle[uuid..])
     }
 
-    fn at(&self, site: usize) -> String {
+    pub fn at(&self, site: usize) -> String {
         format!("{}/{}", self.sites[site], self.image())
     }
 
     /// What the mirror has, and what ceph-csi enters there.
-    fn copy(&self) {
-        let cluster = &self.home.cluster;
-        cluster.rbd(&["cp", &self.at(0), &self.at(1)]);
-        for object in [&*self.entry(), "csi.volumes.default"] {
-            let keys = self.sites[0].omap_list(object, "").unwrap();
+    pub fn copy(&self, image: &str, entry: &str, directory: &str) {
+        let [from, to] = &self.sites;
+        let [source, copy] = [from, to].map(|io| format!("{io}/{image}"));
+        self.home.cluster.rbd(&["cp", &source, &copy]);
+        for object in [entry, directory] {
+            let keys = from.omap_list(object, "").unwrap();
             let keys: Vec<_> = keys.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
-            self.sites[1].omap_set(object, &keys).unwrap();
+            to.omap_set(object, &keys).unwrap();
         }
-        let id = images::image_id(&self.sites[1], self.image()).unwrap();
-        let id = [("csi.imageid", &*id.expect("a copy"))];
-        self.sites[1].omap_set(&self.entry(), &id).unwrap();
+        let id = images::image_id(to, image).unwrap().expect("a copy");
+        to.omap_set(entry, &[("csi.imageid", &*id)]).unwrap();
     }
 
     /// All of it is gone from the first site.
@@ -75,7 +80,7 @@ impl Moved {
         self.sites[0].remove("csi.volumes.default").unwrap();
     }
 
-    fn is_there(&self) -> [bool; 2] {
+    pub fn is_there(&self) -> [bool; 2] {
         let is_there = |io: &IoCtx| images::image_id(io, self.image()).unwrap().is_some();
         [is_there(&self.sites[0]), is_there(&self.sites[1])]
     }

@@ -1,0 +1,242 @@
+//! Deleting the images of a volume's or snapshot's handle.
+//!
+//! After a fail-over several sites may have an image and an entry of one handle, and its
+//! passphrase is in the KMS once, under that handle. So no site loses anything before each
+//! has admitted the delete, and the passphrase is removed last, if no site has an image left.
+
+use std::collections::BTreeSet;
+
+use tokio::sync::OwnedMutexGuard;
+
+use super::{
+    super::ProvisionError,
+    RbdStore,
+    copies::{present, temporary},
+    error::RbdError,
+    found::{FoundImage, Recorded},
+    temporary_group::is_temporary,
+    trash::Discarded,
+};
+use crate::{
+    ceph::{
+        client::{
+            or_missing,
+            rbd::{Header, Image, Mirroring, OpenMode},
+        },
+        csi_format::journal::{Journal, JournalEntry, JournalKind},
+    },
+    secret::Secrets,
+};
+
+/// What a delete removes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Removal {
+    /// The image and its entry in the journal.
+    All,
+    /// The entry alone: `rbd-mirror` replays the primary image, and removes this one with it.
+    Entry,
+    /// Nothing: it is not proven that the image is the volume's.
+    Nothing,
+}
+
+impl RbdStore {
+    /// Locks the names of the requests that created these, each once, and in one order.
+    pub(super) fn lock_names(
+        &self,
+        all: &[FoundImage],
+        key: impl Fn(&str) -> String,
+    ) -> Vec<OwnedMutexGuard<()>> {
+        let names: BTreeSet<_> = all.iter().filter_map(FoundImage::name).collect();
+        let lock = |name| self.names.lock_on_lane(&key(name));
+        names.into_iter().map(lock).collect()
+    }
+
+    /// Deletes all images of a handle, with their entries and its passphrase.
+    pub(super) fn delete_all(
+        &self,
+        of: &Journal,
+        all: &[FoundImage],
+        secrets: &Secrets,
+    ) -> Result<(), ProvisionError> {
+        let removals = all.iter().map(|found| Self::removal(of, found));
+        let removals: Vec<_> = removals.collect::<Result<_, _>>()?;
+        let is_key_kept = self.is_key_kept(all, &removals, secrets)?;
+        for (found, removal) in all.iter().zip(&removals) {
+            match removal {
+                Removal::All => self.discard_found(of, found)?,
+                Removal::Entry | Removal::Nothing => tracing::info!(
+                    handle = found.handle,
+                    image = found.path(),
+                    "deleted a volume without its image, which is secondary or not proven to be the volume's"
+                ),
+            }
+        }
+        if !is_key_kept && let Some((found, entry)) = all.iter().find_map(encrypted) {
+            self.keeper(secrets).remove(entry, &found.handle)?;
+        }
+        for (found, removal) in all.iter().zip(removals) {
+            // A repeat finds the image without an entry, and leaves it
+            // ([`RbdStore::all_of_volume`]).
+            if removal != Removal::Nothing {
+                forget(of, found)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a site has or may have an image, after the delete, that the passphrase opens.
+    fn is_key_kept(
+        &self,
+        all: &[FoundImage],
+        removals: &[Removal],
+        secrets: &Secrets,
+    ) -> Result<bool, RbdError> {
+        let Some((found, entry)) = all.iter().find_map(encrypted) else {
+            return Ok(false);
+        };
+        let is_kept = removals.iter().any(|removal| *removal != Removal::All)
+            || self.may_have_another(&found.handle, all, secrets)?;
+        if is_kept {
+            let (handle, kms) = (&found.handle, &entry.kms);
+            tracing::warn!(
+                handle,
+                kms,
+                "the passphrase of a deleted volume is kept in its KMS, under the handle: another site has, or may have, its image"
+            );
+        }
+        Ok(is_kept)
+    }
+
+    /// What a delete removes; of an image, no client may have it open. Mostly the header
+    /// suffices; opening the image takes longer.
+    fn removal(of: &Journal, found: &FoundImage) -> Result<Removal, RbdError> {
+        match Self::removal_of_image(of, found) {
+            // An interrupted delete is removing the image, or has.
+            Err(error) if error.is_not_found() => Ok(Removal::All),
+            removal => removal,
+        }
+    }
+
+    fn removal_of_image(of: &Journal, found: &FoundImage) -> Result<Removal, RbdError> {
+        let header = Header::of(&found.pool, &found.image)?;
+        if header.is_grouped()? {
+            let (image, open) = (found.path(), found.open(OpenMode::ReadOnly)?);
+            let group = open.group()?;
+            // The name is empty if the group has ended meanwhile.
+            return Err(if group.is_empty() || is_temporary(&group) {
+                RbdError::GroupSnapshotUnderWay { image, group }
+            } else {
+                RbdError::Grouped { image, group }
+            });
+        }
+        if !found.stands_in && !header.is_mirrored()? && header.watching()?.is_empty() {
+            return Ok(Removal::All);
+        }
+        let image = Image::open(&found.pool, &found.image, OpenMode::ReadOnly)?;
+        let removal = removal_of(of, found, &image)?;
+        if removal == Removal::All {
+            refuse_if_used(found, &image)?;
+        }
+        Ok(removal)
+    }
+
+    /// Moves the image to the trash, with what copies have left.
+    fn discard_found(&self, of: &Journal, found: &FoundImage) -> Result<(), ProvisionError> {
+        let image = found.image.clone();
+        if of.kind() == JournalKind::Volume {
+            return self.discard(found, &[temporary(&image), image]);
+        }
+        match found.open(OpenMode::ReadWrite) {
+            // While it has clones, it stays without its name.
+            Ok(opened) => or_missing(opened.snapshot_remove(&image)).map_err(RbdError::from)?,
+            Err(RbdError::Lost { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        self.discard(found, &[image])
+    }
+
+    /// Moves those of these images that exist to the trash, and the one whose id the journal
+    /// has, if an earlier attempt moved it.
+    fn discard(&self, found: &FoundImage, names: &[String]) -> Result<(), ProvisionError> {
+        let mut images = present(&found.pool, names).map_err(RbdError::from)?;
+        let known = images.iter().any(|image| image.id == found.image_id);
+        if !known && !found.image_id.is_empty() {
+            let (id, name) = (found.image_id.clone(), found.image.clone());
+            images.push(Discarded { id, name });
+        }
+        let discarded = self.purger.discard(&found.pool, &images);
+        discarded.map_err(RbdError::from)?;
+        for image in images {
+            let (handle, path) = (&found.handle, format!("{}/{}", found.pool, image.name));
+            tracing::info!(handle, image = path, "moved an image to the trash");
+        }
+        Ok(())
+    }
+}
+
+/// The entry of an encrypted volume.
+fn encrypted(found: &FoundImage) -> Option<(&FoundImage, &JournalEntry)> {
+    let Recorded { entry, .. } = found.recorded.as_ref()?;
+    (!entry.kms.is_empty()).then_some((found, entry))
+}
+
+/// What a delete removes of a volume with that image. An image that was found by
+/// `cluster-mapping.json` must be primary, or proven to be the volume's. Whether a secondary
+/// image has a primary shows only while it is replayed: else its data may be the last.
+fn removal_of(of: &Journal, found: &FoundImage, image: &Image) -> Result<Removal, RbdError> {
+    Ok(match image.mirroring()? {
+        Mirroring::Secondary => {
+            let own = image.mirror_sites()?.own;
+            if !own.is_replaying() {
+                return Err(RbdError::NotReplayed {
+                    image: found.path(),
+                    status: own.description,
+                });
+            }
+            Removal::Entry
+        }
+        Mirroring::Primary => Removal::All,
+        Mirroring::None | Mirroring::Ending if !found.stands_in => Removal::All,
+        // The journal's directory and its entry agree.
+        Mirroring::None | Mirroring::Ending => {
+            let Recorded {
+                journal,
+                reserved,
+                entry,
+            } = found.recorded()?;
+            let is_proven =
+                entry.image_id == image.id()? && of.find(journal, &entry.name)? == Some(*reserved);
+            if is_proven {
+                Removal::All
+            } else {
+                Removal::Nothing
+            }
+        }
+    })
+}
+
+/// Removes a deleted volume from the journal.
+fn forget(journal: &Journal, found: &FoundImage) -> Result<(), ProvisionError> {
+    if let Some(recorded) = &found.recorded {
+        let (name, reserved) = (&recorded.entry.name, recorded.reserved);
+        journal
+            .forget(&recorded.journal, &found.pool, name, reserved)
+            .map_err(RbdError::from)?;
+    }
+    Ok(())
+}
+
+/// Refuses to delete an image that a client has open.
+pub fn refuse_if_used(found: &FoundImage, image: &Image) -> Result<(), RbdError> {
+    let mut others = image.watchers()?;
+    others.retain(|watcher| !watcher.own);
+    let others = image.without_mirror_daemons(others)?;
+    if others.is_empty() {
+        return Ok(());
+    }
+    let addresses: Vec<_> = others.into_iter().map(|other| other.address).collect();
+    Err(RbdError::InUse {
+        image: found.path(),
+        watchers: addresses.join(", "),
+    })
+}
