@@ -373,7 +373,7 @@ fn info(sites: &MirrorSites) -> Option<ReplicationInfo> {
     };
     let reported: Reported = reported.unwrap_or_default();
     let synced = Duration::from_secs(reported.local_snapshot_timestamp?);
-    let health = match (sites.own.is_up, peer.state) {
+    let health = match (sites.own.is_up && peer.is_up, peer.state) {
         (false, _) => ReplicationHealth::Degraded,
         (true, MirrorState::Error) => ReplicationHealth::Failed,
         (true, MirrorState::Replaying | MirrorState::Stopped) => ReplicationHealth::Healthy,
@@ -433,6 +433,10 @@ mod tests {
             (ReplicationHealth::Healthy, "replaying")
         );
         sites.own.is_up = false;
+        assert_eq!(info(&sites).unwrap().health, ReplicationHealth::Degraded);
+        // The daemon that copies has ended: its last state stays.
+        sites.own.is_up = true;
+        sites.peers[0].is_up = false;
         assert_eq!(info(&sites).unwrap().health, ReplicationHealth::Degraded);
         for nothing in [
             "",
