@@ -25,7 +25,7 @@ use std::{
     io,
     path::Path,
     sync::{Mutex, atomic::Ordering::Relaxed},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{
@@ -68,10 +68,12 @@ mod metadata;
 mod networks;
 mod operators;
 mod orphans;
+#[cfg(test)]
+mod panic_once;
 mod qos;
+mod removal;
 mod replication;
 mod snapshots;
-mod removal;
 mod store;
 mod temporary_group;
 mod topology;
@@ -137,7 +139,7 @@ pub struct RbdStore {
     /// Held by creates and deletes, one at a time for each name.
     names: KeyedMutex,
     /// The pools in use, by cluster, with their users.
-    used: Mutex<BTreeMap<(String, i64), Credentials>>,
+    used: Mutex<BTreeMap<(String, i64), UsedPool>>,
 }
 
 impl RbdStore {
@@ -171,6 +173,13 @@ impl RbdStore {
             reachable: self.connections.reachable(),
         }
     }
+}
+
+/// The last user of a pool.
+#[derive(Clone, Debug)]
+struct UsedPool {
+    credentials: Credentials,
+    last_use: Instant,
 }
 
 /// What the store does in the background, for the metrics.

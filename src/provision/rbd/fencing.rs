@@ -261,8 +261,9 @@ fn refusal(new: &PublishRequest, conflict: Conflict) -> RbdError {
     }
 }
 
-/// Lifts the fences of clients that have ended. The next look repeats a failed one.
-pub fn lift(pool: &IoCtx) {
+/// Lifts the fences of clients that have ended. The next look repeats a failed one. False:
+/// nothing is left to lift.
+pub fn lift(pool: &IoCtx) -> bool {
     let fences = Fences::of(pool);
     let lifted = fences.list().and_then(|all| {
         for fence in all.iter().filter(|fence| fence.ended) {
@@ -270,12 +271,13 @@ pub fn lift(pool: &IoCtx) {
             let (node, address) = (&fence.node, &fence.client.address);
             tracing::info!(node, address, "a fenced node is back, lifted its fence");
         }
-        Ok(())
+        Ok(all.iter().any(|fence| !fence.ended))
     });
-    if let Err(error) = lifted {
+    lifted.unwrap_or_else(|error| {
         let error = error_chain(&error);
         tracing::warn!(pool = %pool, error, "cannot lift the fences of nodes that are back yet");
-    }
+        true
+    })
 }
 
 /// The nodes of a volume; none where it has no journal.

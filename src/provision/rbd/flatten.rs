@@ -7,6 +7,7 @@
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
 };
 
 use serde_json::json;
@@ -53,6 +54,8 @@ pub struct Flattener {
     lanes: Lanes,
     bounds: FlattenLimits,
     work: Arc<Mutex<Work>>,
+    #[cfg(test)]
+    panics: super::panic_once::PanicOnce,
 }
 
 #[derive(Debug, Default)]
@@ -70,6 +73,8 @@ impl Flattener {
             lanes,
             bounds,
             work: Arc::default(),
+            #[cfg(test)]
+            panics: super::panic_once::PanicOnce::default(),
         }
     }
 
@@ -178,11 +183,17 @@ impl Flattener {
 
     fn work_off(&self, why: &str) {
         while let Some((pool, name)) = self.next(why) {
+            let _running = RunningFlatten {
+                work: &self.work,
+                why,
+                image: full_name(&pool, &name),
+            };
+            #[cfg(test)]
+            self.panics.maybe();
             if let Err(error) = flatten(&pool, &name) {
                 let error = error_chain(&error);
                 tracing::warn!(image = %format!("{pool}/{name}"), error, "cannot flatten an image");
             }
-            self.work().known.remove(&full_name(&pool, &name));
         }
     }
 
@@ -196,8 +207,32 @@ impl Flattener {
     }
 
     fn work(&self) -> MutexGuard<'_, Work> {
-        self.work.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.work)
     }
+}
+
+/// The flattening of an image, until this is dropped. If it panics, nothing works on its queue
+/// any more: then the queue is dropped, and the next call that needs one begins another.
+struct RunningFlatten<'a> {
+    work: &'a Mutex<Work>,
+    why: &'a str,
+    image: String,
+}
+
+impl Drop for RunningFlatten<'_> {
+    fn drop(&mut self) {
+        let mut work = lock(self.work);
+        work.known.remove(&self.image);
+        if thread::panicking() {
+            for (pool, name) in work.queues.remove(self.why).unwrap_or_default() {
+                work.known.remove(&full_name(&pool, &name));
+            }
+        }
+    }
+}
+
+fn lock(work: &Mutex<Work>) -> MutexGuard<'_, Work> {
+    work.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// An image's name among those of all clusters.
@@ -247,6 +282,35 @@ mod tests {
         client::rbd::{self, Features, ImageOptions},
         testing::TestPool,
     };
+
+    #[tokio::test]
+    async fn a_panic_ends_no_later_flatten() {
+        let Some(place) = TestPool::new() else {
+            return;
+        };
+        let options = ImageOptions {
+            features: Some(Features::LAYERING),
+            ..ImageOptions::default()
+        };
+        let io = &place.io;
+        rbd::create(io, "source", 1 << 20, &options).unwrap();
+        let source = Image::open(io, "source", OpenMode::ReadWrite).unwrap();
+        source.snapshot_create("s").unwrap();
+        rbd::clone_snapshot(io, "source", "s", io, "clone", &options).unwrap();
+        let flattener = Flattener::new(Lanes::new(4), FlattenLimits::default());
+        flattener.panics.arm();
+        let ended = async || {
+            drop(flattener.flatten_image(io, "clone"));
+            testkit::eventually("an end", async || (flattener.pending() == 0).then_some(())).await;
+        };
+        ended().await;
+        assert_eq!(source.children().unwrap().len(), 1, "it did not panic");
+        ended().await;
+        testkit::eventually("flat", async || {
+            source.children().unwrap().is_empty().then_some(())
+        })
+        .await;
+    }
 
     #[tokio::test]
     async fn clones_of_one_image_are_flattened_one_after_the_other() {

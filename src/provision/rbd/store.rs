@@ -1,11 +1,11 @@
 //! Shared by all calls: connections to clusters, and the pools whose trash this controller
 //! purges.
 
-use std::sync::PoisonError;
+use std::{collections::btree_map::Entry, sync::PoisonError, time::Instant};
 
 use super::{
-    RbdStore, copies::present, encryption::PassphraseStore, error::RbdError, fencing::lift,
-    found::ClusterConnection,
+    RbdStore, UsedPool, copies::present, encryption::PassphraseStore, error::RbdError,
+    fencing::lift, found::ClusterConnection,
 };
 use crate::{
     ceph::{
@@ -62,7 +62,11 @@ impl RbdStore {
     pub(super) fn use_pool(&self, link: &ClusterConnection, pool: &IoCtx) {
         let key = (link.config.cluster_id.clone(), pool.pool_id());
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        if used.insert(key, link.credentials.clone()).is_none() {
+        let now = UsedPool {
+            credentials: link.credentials.clone(),
+            last_use: Instant::now(),
+        };
+        if used.insert(key, now).is_none() {
             self.purger.sweep_soon(pool);
         }
     }
@@ -78,17 +82,18 @@ impl RbdStore {
             .unwrap_or_else(PoisonError::into_inner)
             .clone();
         let mut failed = String::new();
-        for ((cluster_id, pool_id), credentials) in used {
+        for ((cluster_id, pool_id), user) in used {
             if cluster_id == failed {
                 continue;
             }
             let swept = self
-                .link_as(&cluster_id, credentials)
+                .link_as(&cluster_id, user.credentials)
                 .and_then(|link| self.sweep_pool(&link.pool(pool_id)?));
             match swept {
-                Ok(()) => {}
+                Ok(true) => {}
+                Ok(false) => self.forget_if_unused((cluster_id, pool_id)),
                 // The pool was deleted, with its images.
-                Err(error) if error.is_not_found() => {}
+                Err(error) if error.is_not_found() => self.forget_if_unused((cluster_id, pool_id)),
                 Err(error) => {
                     errors.push(error);
                     failed = cluster_id;
@@ -105,6 +110,16 @@ impl RbdStore {
         errors
     }
 
+    /// Drops the user of a pool that needs no sweep; the pool's next use brings one.
+    fn forget_if_unused(&self, pool: (String, i64)) {
+        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Entry::Occupied(user) = used.entry(pool)
+            && user.get().last_use.elapsed() >= self.purger.times.forget
+        {
+            user.remove();
+        }
+    }
+
     /// The same for one cluster, as this controller's own user.
     fn sweep_cluster(&self, cluster_id: &str) -> Result<(), RbdError> {
         let link = self.link(cluster_id, &Secrets::default())?;
@@ -112,16 +127,16 @@ impl RbdStore {
             match link.pool(&name).and_then(|pool| self.sweep_pool(&pool)) {
                 // This user has no access to it, or it was deleted.
                 Err(error) if error.is_access_denied() || error.is_not_found() => {}
-                result => result?,
+                result => drop(result?),
             }
         }
         Ok(())
     }
 
-    fn sweep_pool(&self, pool: &IoCtx) -> Result<(), RbdError> {
-        self.purger.sweep(pool)?;
-        lift(pool);
-        Ok(())
+    /// False: nothing is left for another sweep.
+    fn sweep_pool(&self, pool: &IoCtx) -> Result<bool, RbdError> {
+        let any_listed = self.purger.sweep(pool)?;
+        Ok(lift(pool) || any_listed)
     }
 
     /// The ids of the clusters that have a user of `--ceph-secret`.

@@ -54,6 +54,7 @@ fn rbd_fencing(dir: &Path, fence_after: Option<Duration>) -> Stores {
     let purge = PurgeTimes {
         settle: Duration::ZERO,
         lock: Duration::from_secs(1),
+        ..PurgeTimes::default()
     };
     let rbd = store_over(dir, fence_after, purge);
     Stores::new(None, Some(rbd.into()), None, &Lanes::new(4))

@@ -22,6 +22,7 @@
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
     time::{Duration, SystemTime},
 };
 
@@ -31,7 +32,9 @@ use super::{deletes::Deletes, error::RbdError, left_snapshots::sort_snapshots};
 use crate::{
     Kind,
     ceph::client::{
-        CephError, or_missing,
+        CephError,
+        connections::IDLE,
+        or_missing,
         rados::IoCtx,
         rbd::{
             self, Image, LinkedImage, OpenMode,
@@ -58,6 +61,9 @@ pub struct PurgeTimes {
     /// The lock on the list expires after that, if its replica has died. A removal that
     /// takes longer is protected by the image's own lock.
     pub lock: Duration,
+    /// A pool that has been unused for that long, and has nothing to remove, is swept no more;
+    /// its user's key is dropped.
+    pub forget: Duration,
 }
 
 impl Default for PurgeTimes {
@@ -65,6 +71,7 @@ impl Default for PurgeTimes {
         Self {
             settle: Duration::from_secs(10),
             lock: Duration::from_secs(15),
+            forget: IDLE,
         }
     }
 }
@@ -80,11 +87,13 @@ pub struct Discarded {
 #[derive(Clone, Debug)]
 pub struct TrashPurger {
     lanes: Lanes,
-    times: PurgeTimes,
+    pub times: PurgeTimes,
     /// The queue of each cluster, so that a slow cluster delays no other.
     queues: Arc<Mutex<HashMap<String, Queue>>>,
     /// The deletes under way, which have priority.
     pub deletes: Deletes,
+    #[cfg(test)]
+    pub panics: super::panic_once::PanicOnce,
 }
 
 #[derive(Debug, Default)]
@@ -103,6 +112,8 @@ impl TrashPurger {
             times,
             queues: Arc::default(),
             deletes: Deletes::default(),
+            #[cfg(test)]
+            panics: super::panic_once::PanicOnce::default(),
         }
     }
 
@@ -141,14 +152,15 @@ impl TrashPurger {
         }));
     }
 
-    /// Queues the images that are listed in a pool.
-    pub fn sweep(&self, pool: &IoCtx) -> Result<(), CephError> {
-        let mut after = String::new();
+    /// Queues the images that are listed in a pool; false: none is.
+    pub fn sweep(&self, pool: &IoCtx) -> Result<bool, CephError> {
+        let (mut after, mut any) = (String::new(), false);
         loop {
             let page = match pool.omap_page(LIST, &after, "", PAGE) {
-                Err(error) if error.is_not_found() => return Ok(()),
+                Err(error) if error.is_not_found() => return Ok(any),
                 page => page?,
             };
+            any |= !page.entries.is_empty();
             for (id, name) in page.entries.clone() {
                 let image = Discarded { id, name };
                 if self.is_left(pool, &image)? {
@@ -157,7 +169,7 @@ impl TrashPurger {
             }
             match page.entries.last_key_value() {
                 Some((id, _)) if page.more => after.clone_from(id),
-                _ => return Ok(()),
+                _ => return Ok(any),
             }
         }
     }
@@ -221,12 +233,17 @@ impl TrashPurger {
                 next
             };
             let Some((pool, image)) = next else { return };
+            let removal = RunningRemoval {
+                purger: self,
+                cluster,
+                key: key(&pool, &image),
+            };
             self.deletes.pass();
+            #[cfg(test)]
+            self.panics.maybe();
             let manager = *manager.get_or_insert_with(|| has_manager(&pool));
             let emptied = self.empty(&pool, &image, manager);
-            if let Some(queue) = self.lock().get_mut(cluster) {
-                queue.known.remove(&key(&pool, &image));
-            }
+            drop(removal);
             match emptied {
                 Ok(Some((pool, parent))) => self.add(&pool, parent),
                 Ok(None) => {}
@@ -264,6 +281,25 @@ impl TrashPurger {
 
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Queue>> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The removal of an image, until this is dropped. If it panics, nothing works on the queue
+/// any more: then the queue is dropped, and the next sweep fills another.
+struct RunningRemoval<'a> {
+    purger: &'a TrashPurger,
+    cluster: &'a str,
+    key: (i64, String, String),
+}
+
+impl Drop for RunningRemoval<'_> {
+    fn drop(&mut self) {
+        let mut queues = self.purger.lock();
+        if thread::panicking() {
+            queues.remove(self.cluster);
+        } else if let Some(queue) = queues.get_mut(self.cluster) {
+            queue.known.remove(&self.key);
+        }
     }
 }
 

@@ -16,6 +16,7 @@ impl Home {
         let purge = PurgeTimes {
             settle: Duration::ZERO,
             lock: Duration::from_secs(1),
+            ..PurgeTimes::default()
         };
         let mut store = store_over(self.dir.path(), None, purge);
         store.names_of_objects = names;

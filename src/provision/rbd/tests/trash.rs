@@ -207,3 +207,55 @@ async fn replicas_that_purge_one_trash_do_not_fence_each_other() {
     }
     assert_eq!(home.cluster.ceph(&["osd", "blocklist", "ls"]), "");
 }
+
+#[tokio::test]
+async fn a_panic_ends_no_later_purge() {
+    let Some(home) = Home::new() else { return };
+    let times = PurgeTimes {
+        settle: Duration::ZERO,
+        lock: Duration::from_secs(1),
+        ..PurgeTimes::default()
+    };
+    let rbd = store_over(home.dir.path(), None, times);
+    let purger = rbd.purger.clone();
+    let pool = home.io();
+    let discard = async |name: &str| {
+        let image = home.make(home.volume(name, MIB)).await.context["imageName"].clone();
+        let id = image_id(&pool, &image).unwrap().unwrap();
+        let discarded = [Discarded { id, name: image }];
+        purger.discard(&pool, &discarded).unwrap();
+    };
+    let idle = async || {
+        testkit::eventually("no purge", async || (purger.pending() == 0).then_some(())).await;
+    };
+    purger.panics.arm();
+    discard("first").await;
+    idle().await;
+    assert_eq!(home.listed().len(), 1, "it did not panic");
+    discard("second").await;
+    idle().await;
+    home.sweeps(|| !home.trash().is_empty()).await;
+}
+
+#[tokio::test]
+async fn the_user_of_a_pool_is_forgotten_once_its_trash_is_empty() {
+    let Some(home) = Home::new() else { return };
+    let made = home.make(home.volume("any", MIB)).await;
+    let times = PurgeTimes {
+        forget: Duration::ZERO,
+        ..PurgeTimes::default()
+    };
+    let rbd = store_over(home.dir.path(), None, times);
+    let pool = home.io();
+    // It has its name: then no sweep removes it.
+    let name = &made.context["imageName"];
+    let id = image_id(&pool, name).unwrap().unwrap();
+    pool.omap_set("uring-csi.trash", &[(&id, name)]).unwrap();
+    rbd.volume(&made.handle, &home.secrets()).unwrap();
+    let users = || rbd.used.lock().unwrap().len();
+    assert!(rbd.sweep().is_empty());
+    assert_eq!(users(), 1);
+    pool.omap_remove("uring-csi.trash", &[&id]).unwrap();
+    assert!(rbd.sweep().is_empty());
+    assert_eq!(users(), 0);
+}
