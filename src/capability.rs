@@ -2,6 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
+/// Bytes of the id of a volume, snapshot or group. CSI allows 128, unless a field says
+/// otherwise, and the container orchestrators any number: csi-driver-nfs' ids have the server,
+/// the path and the names, so more than 128.
+pub const MAX_ID: usize = 1024;
+
 /// Which nodes may read and write a volume (`VolumeCapability.AccessMode`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -90,7 +90,7 @@ impl AdminService {
         request: FormatVolumeRequest,
         timeout: std::time::Duration,
     ) -> Result<FormatVolumeResponse, Status> {
-        validate::required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         validate::map("volume_context", &request.volume_context)?;
         validate::secrets(&request.secrets)?;
         if request.confirm != request.volume_id {

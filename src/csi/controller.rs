@@ -157,7 +157,7 @@ impl Controller {
         request: wire::ValidateVolumeCapabilitiesRequest,
     ) -> Result<wire::ValidateVolumeCapabilitiesResponse, Status> {
         use wire::validate_volume_capabilities_response::Confirmed;
-        required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         let list = validate::capabilities("volume_capabilities", &request.volume_capabilities)?;
         validate::map("parameters", &request.parameters)?;
         let handle = request.volume_id;
@@ -210,7 +210,7 @@ impl Controller {
         &self,
         request: wire::ControllerExpandVolumeRequest,
     ) -> Result<wire::ControllerExpandVolumeResponse, Status> {
-        required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         validate::secrets(&request.secrets)?;
         let range = range(request.capacity_range)?;
         if range == Range::default() {
@@ -330,11 +330,11 @@ fn source(wire: wire::VolumeContentSource) -> Result<ContentSource, Status> {
     use volume_content_source::Type;
     match wire.r#type {
         Some(Type::Snapshot(SnapshotSource { snapshot_id: id })) => {
-            required("volume_content_source.snapshot_id", &id)?;
+            validate::id("volume_content_source.snapshot_id", &id)?;
             Ok(ContentSource::Snapshot(id))
         }
         Some(Type::Volume(VolumeSource { volume_id: id })) => {
-            required("volume_content_source.volume_id", &id)?;
+            validate::id("volume_content_source.volume_id", &id)?;
             Ok(ContentSource::Volume(id))
         }
         None => Err(invalid(

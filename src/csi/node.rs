@@ -86,7 +86,7 @@ impl NodeService {
         request: NodeStageVolumeRequest,
         timeout: Duration,
     ) -> Result<NodeStageVolumeResponse, Status> {
-        validate::required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         validate::path("staging_target_path", &request.staging_target_path)?;
         validate::map("volume_context", &request.volume_context)?;
         validate::map("publish_context", &request.publish_context)?;
@@ -127,7 +127,7 @@ impl NodeService {
         request: NodeUnstageVolumeRequest,
         timeout: Duration,
     ) -> Result<NodeUnstageVolumeResponse, Status> {
-        validate::required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         validate::path("staging_target_path", &request.staging_target_path)?;
         let call = Call::Unstage(clean(&request.staging_target_path));
         self.submit(&request.volume_id, call, timeout).await?;
@@ -139,7 +139,7 @@ impl NodeService {
         request: NodePublishVolumeRequest,
         timeout: Duration,
     ) -> Result<NodePublishVolumeResponse, Status> {
-        validate::required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         validate::path("target_path", &request.target_path)?;
         validate::map("volume_context", &request.volume_context)?;
         validate::map("publish_context", &request.publish_context)?;
@@ -185,7 +185,7 @@ impl NodeService {
         request: NodeUnpublishVolumeRequest,
         timeout: Duration,
     ) -> Result<NodeUnpublishVolumeResponse, Status> {
-        validate::required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         validate::path("target_path", &request.target_path)?;
         let call = Call::Unpublish(clean(&request.target_path));
         self.submit(&request.volume_id, call, timeout).await?;
@@ -197,7 +197,7 @@ impl NodeService {
         request: NodeExpandVolumeRequest,
         timeout: Duration,
     ) -> Result<NodeExpandVolumeResponse, Status> {
-        validate::required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         validate::path("volume_path", &request.volume_path)?;
         validate::optional_path("staging_target_path", &request.staging_target_path)?;
         let is_block = match &request.volume_capability {
@@ -231,7 +231,7 @@ impl NodeService {
         request: NodeGetVolumeStatsRequest,
         timeout: Duration,
     ) -> Result<NodeGetVolumeStatsResponse, Status> {
-        validate::required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         validate::path("volume_path", &request.volume_path)?;
         let path = clean(&request.volume_path);
         let ask = move |node: Arc<Node>| node.stats(request.volume_id, path, timeout);
@@ -257,7 +257,7 @@ impl NodeService {
         request: NodeGetVolumeHealthRequest,
         timeout: Duration,
     ) -> Result<NodeGetVolumeHealthResponse, Status> {
-        validate::required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         let volume_id = request.volume_id.clone();
         let ask = move |node: Arc<Node>| node.health(volume_id, timeout);
         let found = self.node.run(ask).await.ok_or_else(shutting_down)?;

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use tonic::Status;
 
 use crate::{
-    capability::{AccessMode, AccessType, Capability},
+    capability::{AccessMode, AccessType, Capability, MAX_ID},
     proto::csi::{
         VolumeCapability,
         volume_capability::{AccessType as WireType, access_mode::Mode as WireMode},
@@ -48,7 +48,12 @@ fn text<'a>(field: &str, value: &'a str, max: usize) -> Result<&'a str, Status> 
     Ok(value)
 }
 
-/// A required string of ordinary length: an id or a name.
+/// A required id of a volume, snapshot or group.
+pub fn id<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
+    text(field, value, MAX_ID)
+}
+
+/// A required string of ordinary length, as a name.
 pub fn required<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
     text(field, value, MAX_STRING)
 }
@@ -216,12 +221,14 @@ mod tests {
 
     #[test]
     fn limits_name_the_field() {
-        assert!(required("volume_id", &"x".repeat(128)).is_ok());
-        for bad in [String::new(), "x".repeat(129), "a\nb".to_owned()] {
-            let status = required("volume_id", &bad).unwrap_err();
+        assert!(required("name", &"x".repeat(128)).is_ok());
+        assert!(id("volume_id", &"x".repeat(1024)).is_ok());
+        for bad in [String::new(), "x".repeat(1025), "a\nb".to_owned()] {
+            let status = id("volume_id", &bad).unwrap_err();
             assert_eq!(status.code(), tonic::Code::InvalidArgument);
             assert!(status.message().starts_with("volume_id: "));
         }
+        assert!(required("name", &"x".repeat(129)).is_err());
         let big = HashMap::from([("k".to_owned(), "v".repeat(4096))]);
         assert!(map("parameters", &big).is_err() && secrets(&big).is_err());
     }

@@ -8,7 +8,7 @@ use std::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::root::{RootMode, RootOwner};
-use crate::size::Size;
+use crate::{capability::MAX_ID, size::Size};
 
 #[cfg(feature = "cli")]
 pub mod named;
@@ -230,13 +230,10 @@ fn is_plain(path: &Path) -> bool {
     path.is_absolute() && path.components().all(is_plain) && plain.as_os_str() == path.as_os_str()
 }
 
-/// The longest handle that CSI allows.
-const MAX_HANDLE: usize = 128;
-
 fn check_handle(field: &str, handle: &str) -> Result<(), String> {
-    if handle.is_empty() || handle.len() > MAX_HANDLE || handle.contains(char::is_control) {
+    if handle.is_empty() || handle.len() > MAX_ID || handle.contains(char::is_control) {
         return Err(format!(
-            "{field}: {handle:?} is no handle: 1 to {MAX_HANDLE} bytes without control characters"
+            "{field}: {handle:?} is no handle: 1 to {MAX_ID} bytes without control characters"
         ));
     }
     Ok(())

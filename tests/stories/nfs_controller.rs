@@ -503,6 +503,44 @@ fn a_killed_controller_leaves_whole_copies_or_none() {
 }
 
 #[test]
+fn ids_of_long_names_are_those_of_later_calls() {
+    story(async |sandbox| {
+        let dir = sandbox.dir().join("export");
+        fs::create_dir(&dir).expect("made");
+        let controller = over(sandbox, &dir).await;
+        let name = "v".repeat(128);
+        let long = format!("{}/{}", "n".repeat(63), "d".repeat(100));
+        for more in [&[][..], &[("subDir", &*long), ("onDelete", "Archive")]] {
+            let made = controller.create(claim(&name, more)).await.expect("made");
+            let id = &made.volume_id;
+            assert!(id.len() > 128);
+            let (size, _) = controller.expand(id, 2 << 30).await.expect("grown");
+            assert_eq!(size, 2 << 30);
+            let snap = "snapshot-0c8d7f4e-5d7e-4a52-9a3c-2f0f3a6f9f11";
+            let taken = controller.snapshot(id, snap).await.expect("a snapshot");
+            let mut restore = claim("restored", &[]);
+            restore.volume_content_source = Some(from_snapshot(&taken.snapshot_id));
+            let restored = controller.create(restore).await.expect("restored");
+            let listed = ListSnapshotsRequest {
+                source_volume_id: id.clone(),
+                ..Default::default()
+            };
+            let listed = controller.client().list_snapshots(listed).await;
+            let listed = listed.expect("listed").into_inner().entries;
+            assert_eq!(listed[0].snapshot.as_ref(), Some(&taken));
+            for volume in [&restored.volume_id, id] {
+                controller.delete(volume).await.expect("deleted");
+            }
+            let delete = controller.delete_snapshot(&taken.snapshot_id).await;
+            delete.expect("deleted");
+        }
+        let above = "n".repeat(63);
+        let left = [".uring-csi", &format!("archived-{above}"), &above];
+        assert_eq!(names(&dir), left);
+    });
+}
+
+#[test]
 fn a_claims_directory_is_mounted_and_deleted_on_an_nfs_server() {
     if !can_use_nfs() {
         return;

@@ -76,7 +76,7 @@ impl ReclaimSpaceController for AddonsController {
         let (request, caller) = taken(request);
         let id = request.volume_id;
         answered("ControllerReclaimSpace", &id, caller, async {
-            validate::required("volume_id", &id)?;
+            validate::id("volume_id", &id)?;
             validate::map("parameters", &request.parameters)?;
             validate::secrets(&request.secrets)?;
             let secrets = request.secrets.into();

@@ -63,7 +63,7 @@ impl AddonsNode {
         request: NodeReclaimSpaceRequest,
         timeout: Duration,
     ) -> Result<NodeReclaimSpaceResponse, Status> {
-        validate::required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         validate::optional_path("staging_target_path", &request.staging_target_path)?;
         validate::optional_path("volume_path", &request.volume_path)?;
         if request.staging_target_path.is_empty() && request.volume_path.is_empty() {
@@ -95,7 +95,7 @@ impl AddonsNode {
         request: EncryptionKeyRotateRequest,
         timeout: Duration,
     ) -> Result<EncryptionKeyRotateResponse, Status> {
-        validate::required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         validate::optional_path("volume_path", &request.volume_path)?;
         if !request.encryption_key.is_empty() {
             let why = "must be empty: the agent makes the new passphrase";

@@ -40,7 +40,7 @@ fn volume_of(source: Option<ReplicationSource>, id: String) -> Result<String, St
         }
         Some(None) => return Err(invalid("replication_source.type", "is required")),
     };
-    validate::required("replication_source.volume.volume_id", &id)?;
+    validate::id("replication_source.volume.volume_id", &id)?;
     Ok(id)
 }
 

@@ -7,7 +7,7 @@ use futures_util::stream::{self, Stream, StreamExt as _};
 use tonic::{Request, Response, Status};
 
 use super::{
-    super::validate::{self, invalid, required},
+    super::validate::{self, invalid},
     Controller, answered, signed, taken,
 };
 use crate::{
@@ -91,7 +91,7 @@ impl SnapshotMetadata for Controller {
         let (request, caller) = taken(request);
         let id = request.snapshot_id;
         answered("GetMetadataAllocated", &id, caller, async {
-            required("snapshot_id", &id)?;
+            validate::id("snapshot_id", &id)?;
             let place = (request.starting_offset, request.max_results);
             let what = block_request(id.clone(), None, place, request.secrets);
             let (what, first) = self.first_page(what).await?;
@@ -114,8 +114,8 @@ impl SnapshotMetadata for Controller {
         let (request, caller) = taken(request);
         let (base, id) = (request.base_snapshot_id, request.target_snapshot_id);
         answered("GetMetadataDelta", &id, caller, async {
-            required("base_snapshot_id", &base)?;
-            required("target_snapshot_id", &id)?;
+            validate::id("base_snapshot_id", &base)?;
+            validate::id("target_snapshot_id", &id)?;
             let place = (request.starting_offset, request.max_results);
             let what = block_request(id.clone(), Some(base), place, request.secrets);
             let (what, first) = self.first_page(what).await?;

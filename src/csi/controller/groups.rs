@@ -58,7 +58,7 @@ impl GroupController for Controller {
                 return Err(invalid("source_volume_ids", "is required"));
             }
             for id in &request.source_volume_ids {
-                required("source_volume_ids", id)?;
+                validate::id("source_volume_ids", id)?;
             }
             validate::secrets(&request.secrets)?;
             validate::map("parameters", &request.parameters)?;
@@ -82,7 +82,7 @@ impl GroupController for Controller {
         let (request, caller) = taken(request);
         let id = request.group_snapshot_id;
         answered("DeleteVolumeGroupSnapshot", &id, caller, async {
-            required("group_snapshot_id", &id)?;
+            validate::id("group_snapshot_id", &id)?;
             validate::secrets(&request.secrets)?;
             let secrets = request.secrets.into();
             self.stores
@@ -100,7 +100,7 @@ impl GroupController for Controller {
         let (request, caller) = taken(request);
         let id = request.group_snapshot_id;
         answered("GetVolumeGroupSnapshot", &id, caller, async {
-            required("group_snapshot_id", &id)?;
+            validate::id("group_snapshot_id", &id)?;
             validate::secrets(&request.secrets)?;
             let secrets = request.secrets.into();
             let found = self

@@ -5,10 +5,7 @@ use std::time::Duration;
 
 use tonic::Status;
 
-use super::{
-    super::validate::{self, required},
-    Controller,
-};
+use super::{super::validate, Controller};
 use crate::{proto::csi as wire, provision::PublishRequest};
 
 impl Controller {
@@ -17,7 +14,7 @@ impl Controller {
         request: wire::ControllerPublishVolumeRequest,
     ) -> Result<wire::ControllerPublishVolumeResponse, Status> {
         self.publishes()?;
-        required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         validate::node_id("node_id", &request.node_id)?;
         let capability =
             validate::capability("volume_capability", request.volume_capability.as_ref())?;
@@ -43,7 +40,7 @@ impl Controller {
         within: Duration,
     ) -> Result<wire::ControllerUnpublishVolumeResponse, Status> {
         self.publishes()?;
-        required("volume_id", &request.volume_id)?;
+        validate::id("volume_id", &request.volume_id)?;
         validate::secrets(&request.secrets)?;
         let (handle, node) = (request.volume_id, request.node_id);
         let secrets = request.secrets.into();

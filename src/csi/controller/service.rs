@@ -105,7 +105,7 @@ impl controller_server::Controller for Controller {
         let (request, caller) = taken(request);
         let wire::DeleteVolumeRequest { volume_id, secrets } = request;
         answered("DeleteVolume", &volume_id, caller, async {
-            required("volume_id", &volume_id)?;
+            validate::id("volume_id", &volume_id)?;
             validate::secrets(&secrets)?;
             let stores = &self.stores;
             stores
@@ -205,7 +205,7 @@ impl controller_server::Controller for Controller {
         let (request, caller) = taken(request);
         let id = request.volume_id;
         answered("ControllerGetVolumeHealth", &id, caller, async {
-            required("volume_id", &id)?;
+            validate::id("volume_id", &id)?;
             let health = self.health(id.clone(), request.secrets.into()).await?;
             let volume_health = Some(health);
             Ok(wire::ControllerGetVolumeHealthResponse { volume_health })
@@ -256,7 +256,7 @@ impl controller_server::Controller for Controller {
         let source = request.source_volume_id;
         answered("CreateSnapshot", &source, caller, async {
             logs::record_name(&request.name);
-            required("source_volume_id", &source)?;
+            validate::id("source_volume_id", &source)?;
             required("name", &request.name)?;
             validate::secrets(&request.secrets)?;
             validate::map("parameters", &request.parameters)?;
@@ -280,7 +280,7 @@ impl controller_server::Controller for Controller {
         let (request, caller) = taken(request);
         let id = request.snapshot_id;
         answered("DeleteSnapshot", &id, caller, async {
-            required("snapshot_id", &id)?;
+            validate::id("snapshot_id", &id)?;
             validate::secrets(&request.secrets)?;
             let stores = &self.stores;
             stores
@@ -320,7 +320,7 @@ impl controller_server::Controller for Controller {
             secrets,
         } = request;
         answered("GetSnapshot", &id, caller, async {
-            required("snapshot_id", &id)?;
+            validate::id("snapshot_id", &id)?;
             let stores = &self.stores;
             let found = stores.get_snapshot(id.clone(), secrets.into()).await?;
             let snapshot = Some(self.snapshot(found));
@@ -346,7 +346,7 @@ impl controller_server::Controller for Controller {
         let (request, caller) = taken(request);
         let id = request.volume_id;
         answered("ControllerGetVolume", &id, caller, async {
-            required("volume_id", &id)?;
+            validate::id("volume_id", &id)?;
             let found = self.stores.get_volume(id.clone()).await?;
             Ok(wire::ControllerGetVolumeResponse {
                 volume: Some(self.volume(found.volume)),
@@ -365,7 +365,7 @@ impl controller_server::Controller for Controller {
         let (request, caller) = taken(request);
         let id = request.volume_id;
         answered("ControllerModifyVolume", &id, caller, async {
-            required("volume_id", &id)?;
+            validate::id("volume_id", &id)?;
             validate::secrets(&request.secrets)?;
             validate::map("mutable_parameters", &request.mutable_parameters)?;
             let stores = &self.stores;

@@ -11,7 +11,10 @@
 use std::{fmt, str::FromStr};
 
 use super::below;
-use crate::nfs::Directory;
+use crate::{
+    capability::MAX_ID,
+    nfs::{self, Directory},
+};
 
 /// The directory of a share that has all records.
 pub const RECORDS: &str = ".uring-csi";
@@ -19,6 +22,10 @@ pub const RECORDS: &str = ".uring-csi";
 pub const MAKING: &str = ".making-";
 /// What the name of a directory begins with that is being removed.
 pub const DELETED: &str = ".deleted-";
+
+/// The longest handle of a new volume: its directory, `#` four times, its name of at most 128
+/// bytes, as CSI has it, and what a delete does.
+const _: () = assert!(nfs::LONGEST + 4 + 128 + "archive".len() <= MAX_ID);
 
 /// A volume's handle.
 #[derive(Clone, Debug, PartialEq, Eq)]

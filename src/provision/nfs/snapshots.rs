@@ -26,7 +26,9 @@ use super::{
     records::{self, VolumeRecords},
 };
 use crate::{
-    Done, crash_point, digest,
+    Done,
+    capability::MAX_ID,
+    crash_point, digest,
     nfs::Directory,
     provision::{
         ListEntry, ListRequest, NewSnapshot, ProvisionError, SnapshotInfo,
@@ -60,7 +62,8 @@ struct DirectorySnapshotRecord {
 }
 
 impl DirectorySnapshotHandle {
-    /// The handle of a snapshot of that name; none if it could not be read.
+    /// The handle of a snapshot of that name; none if it could not be read, or is too long for
+    /// a later call.
     fn new(share: Directory, name: &str, volume: &DirectoryHandle) -> Option<Self> {
         let source = match &*volume.uuid {
             "" => volume.directory.sub_dir(),
@@ -71,7 +74,8 @@ impl DirectorySnapshotHandle {
             name: name.to_owned(),
             source: source.to_owned(),
         };
-        (handle.to_string().parse() == Ok(handle.clone())).then_some(handle)
+        let text = handle.to_string();
+        (text.len() <= MAX_ID && text.parse() == Ok(handle.clone())).then_some(handle)
     }
 
     fn record(&self) -> String {
@@ -432,6 +436,12 @@ mod tests {
             let handle = DirectorySnapshotHandle::new(share.clone(), name, &volume);
             assert_eq!(handle, None, "{name:?}");
         }
+        // Of a volume whose handle is made by hand.
+        let volume = format!("srv#share#v#{}#", "u".repeat(900));
+        let volume: DirectoryHandle = volume.parse().expect("a volume");
+        let of = |name: &str| DirectorySnapshotHandle::new(share.clone(), name, &volume);
+        assert!(of(&"s".repeat(50)).is_some());
+        assert_eq!(of(&"s".repeat(60)), None);
         for text in [
             "srv#share#pvc-1##",
             "srv#share#pvc-1#pvc-1#",
