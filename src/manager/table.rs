@@ -28,9 +28,9 @@ pub struct DesiredTable {
 
 impl DesiredTable {
     /// The table of these files. Of two files that ask for the same volume, or for two at the
-    /// same path, or at one below the other, the second is bad. The first is the one that was applied with this handle
-    /// and path, else one that was applied, else the first by name. `applied`: the name,
-    /// handle and path of each file that was applied.
+    /// same path, or at one below the other, the second is bad. The first is the one that was
+    /// applied with this handle and path, else one that was applied, else the first by name.
+    /// `applied`: the name, handle and path of each file that was applied.
     pub fn of(
         files: BTreeMap<String, Result<Desired, BadDesired>>,
         incomplete: Option<String>,
