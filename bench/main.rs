@@ -46,8 +46,9 @@ use rig::Rig;
 
 fn main() -> ExitCode {
     let backend = std::env::var("BACKEND").unwrap_or_default();
-    let ceph = matches!(backend.as_str(), "ceph" | "rbd").then(Ceph::start);
-    let rig = Rig::start(|sandbox| match &ceph {
+    let backend = if backend.is_empty() { "loop" } else { &backend };
+    let ceph = matches!(backend, "ceph" | "rbd").then(Ceph::start);
+    let rig = Rig::start(backend, |sandbox| match &ceph {
         Some(ceph) => ceph.node(sandbox),
         None => NodeSetup::new(sandbox),
     });
@@ -58,8 +59,8 @@ fn main() -> ExitCode {
         .warm_up_time(std::time::Duration::from_secs(1))
         .configure_from_args();
     // Of a few rounds p99 says nothing.
-    let isolated = match (backend.as_str(), &ceph) {
-        ("" | "loop", _) => {
+    let isolated = match (backend, &ceph) {
+        ("loop", _) => {
             images(&mut criterion, &rig);
             !testkit::StuckFile::possible() || faults::of_files()
         }

@@ -1,7 +1,7 @@
 //! How many times longer a case takes than its base, which are bare system calls where the
 //! case names no other: the quick run of the
 //! tests' build, which CI makes, fails where a case takes 1.5 times what
-//! `bench/ratios.txt` says.
+//! `bench/ratios.txt` says, and where a case of the file was not measured.
 //!
 //! The two ways alternate, and the lower quartiles of their rounds are compared: other load
 //! of the machine makes some rounds slower, and none faster. A case above its limit gets more
@@ -26,7 +26,8 @@ const LONGEST: Duration = Duration::from_secs(30);
 const TOLERANCE: f64 = 1.5;
 
 pub struct Ratios {
-    /// What each case may have: those of the file.
+    backend: String,
+    /// What each case of the backend may have: those of the file.
     known: BTreeMap<String, f64>,
     /// Whether they hold for this run.
     guarded: bool,
@@ -34,16 +35,19 @@ pub struct Ratios {
 }
 
 impl Ratios {
-    /// Each line of the file is a ratio and a case.
-    pub fn load() -> Self {
+    /// Each line of the file is a ratio, the backend that has the case, and the case.
+    pub fn load(backend: &str) -> Self {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/ratios.txt");
         let text = fs::read_to_string(path).expect("bench/ratios.txt");
         let lines = text.lines().filter(|line| !line.starts_with('#'));
-        let known = lines.map(|line| {
-            let (ratio, case) = line.split_once(' ').expect("a ratio and a case");
-            (case.to_owned(), ratio.parse().expect("a ratio"))
+        let known = lines.filter_map(|line| {
+            let (ratio, rest) = line.split_once(' ').expect("a ratio");
+            let (of, case) = rest.split_once(' ').expect("a backend and a case");
+            let ratio = ratio.parse().expect("a ratio");
+            (of == backend).then(|| (case.to_owned(), ratio))
         });
         Self {
+            backend: backend.to_owned(),
             known: known.collect(),
             guarded: cfg!(debug_assertions)
                 && is_quick()
@@ -77,12 +81,13 @@ impl Ratios {
         }
     }
 
-    /// Prints them, as lines of the file. False if one is above its limit, or unknown.
+    /// Prints them, as lines of the file. False if one is above its limit, or in one of the
+    /// two only.
     pub fn print(&self) -> bool {
         println!("\nHow many times longer a case takes than its base:");
         let mut within = true;
         for (case, ratio) in &self.measured {
-            print!("{ratio:.1} {case}");
+            print!("{ratio:.1} {} {case}", self.backend);
             let verdict = match self.known.get(case) {
                 _ if !self.guarded => "",
                 None => "  <- not in bench/ratios.txt",
@@ -91,6 +96,11 @@ impl Ratios {
             };
             println!("{verdict}");
             within &= verdict.is_empty();
+        }
+        let is_lost = |case: &&String| !self.measured.contains_key(*case);
+        for case in self.known.keys().filter(is_lost).filter(|_| self.guarded) {
+            println!("{case}  <- in bench/ratios.txt, and not measured");
+            within = false;
         }
         within
     }

@@ -25,7 +25,7 @@ pub struct Rig {
 }
 
 impl Rig {
-    pub fn start(setup: impl FnOnce(&Sandbox) -> NodeSetup) -> Self {
+    pub fn start(backend: &str, setup: impl FnOnce(&Sandbox) -> NodeSetup) -> Self {
         let sandbox = Sandbox::new();
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -37,7 +37,7 @@ impl Rig {
             node,
             sandbox,
             times: RefCell::default(),
-            ratios: RefCell::new(Ratios::load()),
+            ratios: RefCell::new(Ratios::load(backend)),
         }
     }
 

@@ -16,11 +16,13 @@ command=("$bench" --bench)
 if [[ -n ${QUICK:-} ]]; then command+=(--quick); fi
 
 known=
+# A backend that fails does not stop the others.
+failed=()
 for backend in loop pools ceph nbd rbd; do
   [[ ${ONLY:-$backend} == "$backend" ]] || continue
   known=1
   if [[ $backend == loop || $backend == pools || $backend == ceph ]]; then
-    BACKEND=$backend "${command[@]}"
+    BACKEND=$backend "${command[@]}" || failed+=("$backend")
     continue
   fi
   code=0
@@ -28,10 +30,14 @@ for backend in loop pools ceph nbd rbd; do
   if ((code == 125)); then
     echo "**** NOT MEASURED, for the reason above: $backend" >&2
   elif ((code)); then
-    exit "$code"
+    failed+=("$backend")
   fi
 done
 [[ -n $known ]] || {
   echo "there is no bench for the backend '$ONLY'" >&2
   exit 1
 }
+if ((${#failed[@]})); then
+  echo "**** FAILED: ${failed[*]}" >&2
+  exit 1
+fi
