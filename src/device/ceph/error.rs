@@ -48,6 +48,11 @@ pub enum CephImageError {
         /// The others.
         watchers: Vec<Watcher>,
     },
+    /// Its data is another cluster's, and changes below a reader.
+    #[error(
+        "image {image} is the secondary of a mirror, which rbd-mirror rewrites: promote it (rbd mirror image promote), or stage the volume where the image is primary"
+    )]
+    Secondary { image: String },
     /// The controller has not published the volume to this node, or has unpublished it.
     #[error(
         "image {image} is not published to node {node} (any more), so the agent does not use it: another node may have it"

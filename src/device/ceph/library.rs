@@ -17,7 +17,7 @@ use crate::{
             CephError, Credentials,
             connections::Connections,
             rados::IoCtx,
-            rbd::{self, Features, Header, OpenMode, Watcher},
+            rbd::{self, Features, Header, Mirroring, OpenMode, Watcher},
         },
         csi_format::{
             config::ClusterConfig,
@@ -164,6 +164,21 @@ impl QueriedImage {
         self.header.is_mirrored()
     }
 
+    /// Refuses the secondary image of a mirror, which `rbd-mirror` rewrites below its readers.
+    pub fn refuse_secondary(&self) -> Result<(), CephImageError> {
+        // Of a mirror by a journal the features do not tell.
+        let is_secondary = self.features.contains(Features::NON_PRIMARY)
+            || self.features.contains(Features::JOURNALING)
+                && self.is_mirrored()?
+                && self.open(OpenMode::ReadOnly)?.mirroring()? == Mirroring::Secondary;
+        if !is_secondary {
+            return Ok(());
+        }
+        Err(CephImageError::Secondary {
+            image: format!("{}/{}", self.pool, self.name),
+        })
+    }
+
     /// Stores its own passphrase, sealed, in its metadata.
     pub fn set_sealed(&self, sealed: &str) -> Result<(), CephError> {
         self.open(OpenMode::ReadWrite)?
@@ -208,19 +223,17 @@ pub struct EncryptionMetadata {
 mod tests {
     use std::thread;
 
+    use testkit::TestCluster;
+
     use super::*;
+    use crate::Kind;
     use crate::ceph::{
         client::{rados::Timeouts, rbd::ImageOptions},
         csi_format::config::ReadAffinity,
         testing::{TestPool, connect, credentials},
     };
 
-    #[test]
-    fn a_client_that_has_the_image_open_for_a_moment_is_waited_for() {
-        let Some(TestPool { cluster, io }) = TestPool::new() else {
-            return;
-        };
-        rbd::create(&io, "grown", 1 << 20, &ImageOptions::default()).unwrap();
+    fn queried(cluster: &TestCluster, io: &IoCtx, name: &str) -> QueriedImage {
         let connections = Connections::new(Timeouts::default()).unwrap();
         let config = ClusterConfig {
             cluster_id: "lab".to_owned(),
@@ -231,13 +244,54 @@ mod tests {
         };
         let spec = ImageSpec {
             cluster_id: "lab".to_owned(),
-            pool: cluster.pool.clone(),
+            pool: io.pool().to_owned(),
             namespace: io.namespace().to_owned(),
-            name: "grown".to_owned(),
+            name: name.to_owned(),
             snapshot: None,
         };
-        let queried = QueriedImage::of(&connections, &config, &credentials(&cluster), &spec);
-        let queried = queried.unwrap().unwrap();
+        let queried = QueriedImage::of(&connections, &config, &credentials(cluster), &spec);
+        queried.unwrap().unwrap()
+    }
+
+    #[test]
+    fn the_secondary_of_a_mirror_is_refused_in_both_modes() {
+        let Some(cluster) = TestCluster::shared() else {
+            return;
+        };
+        let pool = cluster.fresh_pool();
+        let io = connect(&cluster).ioctx(&*pool, "").unwrap();
+        let mirror = |args: &[&str]| cluster.rbd(&[&["mirror"], args].concat());
+        mirror(&["pool", "enable", &pool, "image"]);
+        for (mode, features) in [
+            ("snapshot", "layering"),
+            ("journal", "layering,exclusive-lock,journaling"),
+        ] {
+            let options = ImageOptions {
+                features: Some(features.parse().unwrap()),
+                ..ImageOptions::default()
+            };
+            rbd::create(&io, mode, 1 << 20, &options).unwrap();
+            let path = format!("{pool}/{mode}");
+            let refused = || queried(&cluster, &io, mode).refuse_secondary();
+            refused().unwrap();
+            mirror(&["image", "enable", &path, mode]);
+            refused().unwrap();
+            mirror(&["image", "demote", &path]);
+            let error = refused().unwrap_err();
+            assert_eq!(error.kind(), Kind::Precondition, "{error}");
+            assert!(error.to_string().contains("promote"), "{error}");
+            mirror(&["image", "promote", &path]);
+            refused().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_client_that_has_the_image_open_for_a_moment_is_waited_for() {
+        let Some(TestPool { cluster, io }) = TestPool::new() else {
+            return;
+        };
+        rbd::create(&io, "grown", 1 << 20, &ImageOptions::default()).unwrap();
+        let queried = queried(&cluster, &io, "grown");
         let other = connect(&cluster)
             .ioctx(&cluster.pool, io.namespace())
             .unwrap();

@@ -187,6 +187,7 @@ impl BoundCephImage<'_> {
             }
             return Ok((device, Done::Already));
         }
+        self.refuse_secondary(known)?;
         // The map of a killed agent would be taken for another client's.
         self.images.mapper.is_under_way(&options.volume_id)?;
         let greeting = Greeting::ask(&wanted)?;
@@ -246,6 +247,14 @@ impl BoundCephImage<'_> {
                 Ok(krbd::find(wanted)?)
             }
             found => Ok(found?),
+        }
+    }
+
+    /// Refuses the secondary image of a mirror, where librbd tells.
+    pub(super) fn refuse_secondary(&self, known: &Known<'_>) -> Result<(), CephImageError> {
+        match known.queried(&self.images.connections)? {
+            Some(queried) => queried.refuse_secondary(),
+            None => Ok(()),
         }
     }
 

@@ -189,6 +189,7 @@ impl BoundCephImage<'_> {
         let is_first = before.is_none() && !is_being_mapped;
         if is_first {
             self.is_not_mapped(known, options)?;
+            self.refuse_secondary(known)?;
             if single_writer {
                 let _ = self.alone(known)?;
             }

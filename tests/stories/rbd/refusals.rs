@@ -61,6 +61,29 @@ fn missing_clusters_pools_and_images_are_named() {
 }
 
 #[test]
+fn the_secondary_of_a_mirror_is_not_staged() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let pool = ceph.cluster.fresh_pool();
+        let volume = ceph.over_in(&pool, "image", "ext4");
+        let path = format!("{pool}/image");
+        ceph.cluster.rbd(&["create", "-s", "64M", &path]);
+        let mirror = |args: &[&str]| ceph.cluster.rbd(&[&["mirror"], args].concat());
+        mirror(&["pool", "enable", &pool, "image"]);
+        mirror(&["image", "enable", &path, "snapshot"]);
+        mirror(&["image", "demote", &path]);
+        for mode in [Mode::SingleNodeWriter, Mode::MultiNodeReaderOnly] {
+            let staged = node.stage(&volume.clone().mode(mode)).await;
+            refused(staged, FailedPrecondition, &["secondary", "promote"]);
+            assert!(rbds_of(sandbox.dir()).is_empty());
+        }
+        mirror(&["image", "promote", &path]);
+        lifecycle(&node, &volume).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn rbd_nbd_fails_with_the_errors_of_krbd() {
     ceph_story(async |sandbox, ceph| {
         let supervisor = Supervisor::start(sandbox).await;

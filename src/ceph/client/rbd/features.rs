@@ -46,6 +46,8 @@ impl Features {
     pub const JOURNALING: Self = Self(1 << 6);
     /// The data is in another pool than the header.
     pub const DATA_POOL: Self = Self(1 << 7);
+    /// It is the secondary image of a mirror by snapshots.
+    pub const NON_PRIMARY: Self = Self(1 << 10);
 
     /// Whether all of `others` are set.
     pub fn contains(self, others: Self) -> bool {
