@@ -41,6 +41,7 @@ mod write;
 
 pub use connect::Timeouts;
 pub use ioctx::{IoCtx, PoolRef};
+pub use lock::ObjectLock;
 pub use write::WriteOp;
 
 /// A connection to a cluster.

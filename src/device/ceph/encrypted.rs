@@ -128,10 +128,10 @@ impl BoundCephImage<'_> {
             image: known.image.to_string(),
         };
         let query = |known: &Known<'_>| match known.queried(&self.images.connections)? {
-            Some(queried) => Ok(queried.encryption()?),
+            Some(_) => Ok(()),
             None => Err(unreadable(known)),
         };
-        let (known, metadata) = self.where_it_is(secrets, query)?;
+        let (known, ()) = self.where_it_is(secrets, query)?;
         let queried = known.queried(&self.images.connections)?;
         let queried = queried.ok_or_else(|| unreadable(&known))?;
         let kms = self.kms(kms_id, Some(queried), volume_id)?;
@@ -144,6 +144,8 @@ impl BoundCephImage<'_> {
             }
             Kms::Metadata(_) | Kms::Sealed(_) | Kms::Service(_) => {}
         }
+        let _lock = queried.lock_rotation(volume_id, &self.images.this_node.id)?;
+        let metadata = queried.encryption()?;
         let store = |passphrase: &Secret| -> Result<(), CephImageError> {
             if let Some(sealed) = kms.store(secrets, volume_id, passphrase)? {
                 queried.set_sealed(&sealed)?;

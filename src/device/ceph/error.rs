@@ -79,6 +79,9 @@ pub enum CephImageError {
     /// ceph-csi has no rotation of keys for files either.
     #[error("its files are encrypted (encryptionType `file`), whose key cannot be rotated")]
     FilesKey,
+    /// ceph-csi or another node has the lock.
+    #[error("another node, or ceph-csi, rotates its key; try again")]
+    RotatedElsewhere,
     /// The copy of a mirrored image has its key slots of an earlier moment.
     #[error(
         "its image is mirrored, and its copy would not open with a new passphrase until it has the new key slot; end the replication, rotate the key, and begin the replication again"
@@ -206,7 +209,7 @@ impl CephImageError {
             Self::Supervisor(error) => error.kind(),
             Self::Luks(error) => error.kind(),
             Self::Credentials(_) => Kind::Unauthenticated,
-            Self::BeingMapped => Kind::InUse,
+            Self::BeingMapped | Self::RotatedElsewhere => Kind::InUse,
             Self::Cluster(_)
             | Self::Journal(JournalError::Ceph(_))
             | Self::NotUndone { .. }

@@ -16,7 +16,7 @@ use crate::{
         client::{
             CephError, Credentials,
             connections::Connections,
-            rados::IoCtx,
+            rados::{IoCtx, ObjectLock},
             rbd::{self, Features, Header, Mirroring, OpenMode, Watcher},
         },
         csi_format::{
@@ -38,6 +38,9 @@ const FREE_WITHIN: Duration = Duration::from_secs(40);
 /// controller that grows it, an operator's `rbd`. Two nodes that have it mapped and see each
 /// other wait as long; neither has written yet.
 const LEFT_WITHIN: Duration = Duration::from_secs(10);
+
+/// How long a rotation of a key may have its lock: as long as ceph-csi's.
+const ROTATION: Duration = Duration::from_secs(180);
 
 /// The client of an image that is this node's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,6 +182,22 @@ impl QueriedImage {
         })
     }
 
+    /// Takes ceph-csi's lock of a volume's key rotation. The lock of a killed agent of this
+    /// node is left; each agent has its own node.
+    pub fn lock_rotation(
+        &self,
+        handle: &str,
+        node_id: &str,
+    ) -> Result<ObjectLock<'_>, CephImageError> {
+        let (name, cookie) = (
+            format!("{handle}-mutexlock"),
+            format!("uring-csi {node_id}"),
+        );
+        self.pool.break_lock(handle, &name, &cookie)?;
+        let lock = self.pool.try_lock(handle, &name, &cookie, ROTATION)?;
+        lock.ok_or(CephImageError::RotatedElsewhere)
+    }
+
     /// Stores its own passphrase, sealed, in its metadata.
     pub fn set_sealed(&self, sealed: &str) -> Result<(), CephError> {
         self.open(OpenMode::ReadWrite)?
@@ -283,6 +302,33 @@ mod tests {
             mirror(&["image", "promote", &path]);
             refused().unwrap();
         }
+    }
+
+    #[test]
+    fn one_rotation_of_a_key_at_a_time_has_ceph_csi_s_lock() {
+        let Some(TestPool { cluster, io }) = TestPool::new() else {
+            return;
+        };
+        rbd::create(&io, "image", 1 << 20, &ImageOptions::default()).unwrap();
+        let images = [(); 2].map(|()| queried(&cluster, &io, "image"));
+        let lock = |one: usize, node: &str| images[one].lock_rotation("volume", node);
+        let other = connect(&cluster);
+        let other = other.ioctx(&*cluster.pool, io.namespace()).unwrap();
+        let of_ceph_csi = || {
+            let cookie = "volume-enc-key-rotate";
+            let locked = other.try_lock("volume", "volume-mutexlock", cookie, ROTATION);
+            locked.unwrap()
+        };
+        let held = lock(0, "node-a").unwrap();
+        assert!(of_ceph_csi().is_none());
+        assert_eq!(lock(1, "node-b").unwrap_err().kind(), Kind::InUse);
+        // The agent of node-a is killed.
+        std::mem::forget(held);
+        drop(lock(1, "node-a").unwrap());
+        let held = of_ceph_csi().expect("it is free");
+        assert_eq!(lock(0, "node-a").unwrap_err().kind(), Kind::InUse);
+        drop(held);
+        lock(1, "node-b").unwrap();
     }
 
     #[test]

@@ -272,7 +272,7 @@ impl TrashPurger {
         image: &Discarded,
         manager: bool,
     ) -> Result<Option<(IoCtx, Discarded)>, RbdError> {
-        let Some(_lock) = pool.try_lock(LIST, LOCK, self.times.lock)? else {
+        let Some(_lock) = pool.try_lock(LIST, LOCK, "", self.times.lock)? else {
             tracing::debug!(image = image.name, "another replica purges the trash");
             return Ok(None);
         };

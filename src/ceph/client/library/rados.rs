@@ -80,6 +80,15 @@ table! {
         description: *const c_char, duration: *mut libc::timeval, flags: u8,
     ) -> c_int;
     fn rados_unlock(io: IoCtx, object: *const c_char, name: *const c_char, cookie: *const c_char) -> c_int;
+    fn rados_list_lockers(
+        io: IoCtx, object: *const c_char, name: *const c_char, exclusive: *mut c_int,
+        tag: *mut c_char, tag_len: *mut usize, clients: *mut c_char, clients_len: *mut usize,
+        cookies: *mut c_char, cookies_len: *mut usize, addrs: *mut c_char, addrs_len: *mut usize,
+    ) -> isize;
+    fn rados_break_lock(
+        io: IoCtx, object: *const c_char, name: *const c_char, client: *const c_char,
+        cookie: *const c_char,
+    ) -> c_int;
     fn rados_notify2(
         io: IoCtx, object: *const c_char, message: *const c_char, message_len: c_int,
         timeout_ms: u64, reply: *mut *mut c_char, reply_len: *mut usize,

@@ -104,15 +104,17 @@ fn one_connection_at_a_time_has_a_lock() {
     let other = connect(&cluster);
     let other = other.ioctx(io.pool(), io.namespace()).unwrap();
     let long = Duration::from_secs(600);
-    let held = io.try_lock("o", "l", long).unwrap().unwrap();
-    assert!(other.try_lock("o", "l", long).unwrap().is_none());
-    assert!(other.try_lock("o", "another", long).unwrap().is_some());
+    let held = io.try_lock("o", "l", "", long).unwrap().unwrap();
+    assert!(other.try_lock("o", "l", "", long).unwrap().is_none());
+    assert!(other.try_lock("o", "another", "", long).unwrap().is_some());
     drop(held);
-    let held = other.try_lock("o", "l", long).unwrap().unwrap();
+    let held = other.try_lock("o", "l", "", long).unwrap().unwrap();
     // The connection that has it may change when it expires.
-    let renewed = other.try_lock("o", "l", Duration::from_millis(1)).unwrap();
+    let renewed = other
+        .try_lock("o", "l", "", Duration::from_millis(1))
+        .unwrap();
     std::mem::forget((held, renewed));
-    let expired = || io.try_lock("o", "l", long).unwrap().is_some();
+    let expired = || io.try_lock("o", "l", "", long).unwrap().is_some();
     assert!((0..1000).any(|_| {
         std::thread::sleep(Duration::from_millis(10));
         expired()
