@@ -284,7 +284,9 @@ impl Journal {
         }
     }
 
-    /// Removes a deleted volume or snapshot: the name, if it leads there, then the entry.
+    /// Removes a deleted volume or snapshot: the name, if it leads there, then the entry, of
+    /// which ceph-csi may have written the keys to the journal's pool
+    /// ([`read_from_other_pools`]).
     pub fn forget(
         &self,
         journal: &IoCtx,
@@ -293,6 +295,9 @@ impl Journal {
         reserved: NameEntry,
     ) -> Result<(), JournalError> {
         self.remove_name(journal, name, reserved)?;
+        if journal.pool_id() != pool.pool_id() {
+            self.remove_entry(journal, reserved.uuid)?;
+        }
         self.remove_entry(pool, reserved.uuid)
     }
 
@@ -338,6 +343,37 @@ pub fn read(
         entry.image = kind.image(None, uuid);
     }
     Ok(Some(entry))
+}
+
+/// The keys of an entry that has none in its image's pool. Where a class has its journal in
+/// another pool than its images (`topologyConstrainedPools`), ceph-csi makes the entry in the
+/// image's pool, and writes its keys to an object of the same name in the journal's pool, which
+/// no handle names.
+pub fn read_from_other_pools(
+    kind: JournalKind,
+    pool: &IoCtx,
+    uuid: Uuid,
+) -> Result<Option<JournalEntry>, JournalError> {
+    let cluster = pool.cluster();
+    for name in cluster.pools()? {
+        let other = match cluster.ioctx(&*name, pool.namespace()) {
+            // It was deleted.
+            Err(error) if error.is_not_found() => continue,
+            other => other?,
+        };
+        match read(kind, &other, uuid) {
+            Ok(Some(entry)) if !entry.name.is_empty() => {
+                return Ok(Some(JournalEntry {
+                    journal_pool: Some(other.pool_id()),
+                    ..entry
+                }));
+            }
+            // No pool that this user may read is the journal's.
+            Err(JournalError::Ceph(error)) if error.is_access_denied() => {}
+            result => drop(result?),
+        }
+    }
+    Ok(None)
 }
 
 /// The object of a volume's entry.

@@ -158,7 +158,11 @@ impl QueriedImage {
         let Ok(CephVolumeHandle::Journaled(handle)) = handle.parse() else {
             return Ok(String::new());
         };
-        let entry = journal::read(JournalKind::Volume, &self.pool, handle.uuid())?;
+        let (kind, uuid) = (JournalKind::Volume, handle.uuid());
+        let mut entry = journal::read(kind, &self.pool, uuid)?;
+        if entry.as_ref().is_some_and(|entry| entry.name.is_empty()) {
+            entry = journal::read_from_other_pools(kind, &self.pool, uuid)?;
+        }
         Ok(entry.unwrap_or_default().owner)
     }
 

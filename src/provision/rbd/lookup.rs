@@ -24,7 +24,7 @@ use crate::{
         csi_format::{
             config::ConfigError,
             handle::{CephVolumeHandle, Handle},
-            journal::{Journal, JournalEntry},
+            journal::{Journal, JournalEntry, read_from_other_pools},
         },
     },
     error_chain,
@@ -277,17 +277,17 @@ impl RbdStore {
             return Ok(None);
         };
         if entry.name.is_empty() {
+            if let Some(keys) = read_from_other_pools(of.kind(), &pool, handle.uuid())? {
+                entry = keys;
+            }
             find_image(&pool, handle, &mut entry)?;
         }
         found(link, pool, handle.uuid(), entry).map(Some)
     }
 }
 
-/// Finds the image of an entry without a name; `None` if it has its default name.
-/// Where a class has its journal in another pool than its images
-/// (`topologyConstrainedPools`), ceph-csi makes the entry in the image's pool, and
-/// writes its keys to an object of the same name in the journal's pool, which no handle
-/// names. Each image's name ends in the uuid, after any prefix.
+/// Finds the image of an entry that had no name, in case its keys are in a pool that this
+/// user cannot read. Each image's name ends in the uuid, after any prefix.
 fn find_image(pool: &IoCtx, handle: &Handle, entry: &mut JournalEntry) -> Result<(), RbdError> {
     if rbd::image_id(pool, &entry.image)?.is_some() {
         return Ok(());

@@ -1,12 +1,15 @@
 //! Volumes whose journal is in another pool than their images, and what is left of
 //! them when one of the two is deleted.
 
-use super::*;
+use super::{encrypted::VaultHome, *};
 use crate::ceph::client::rbd::create_namespace;
 
 /// One that has its image in `pool`, and its name in the home's own.
 fn apart(home: &Home, pool: &str, name: &str) -> NewVolume {
-    let mut new = home.volume(name, MIB);
+    moved_apart(home.volume(name, MIB), pool)
+}
+
+fn moved_apart(mut new: NewVolume, pool: &str) -> NewVolume {
     let journal = new.parameters.insert("pool".to_owned(), pool.to_owned());
     let journal = journal.expect("a pool");
     new.parameters.insert("journalPool".to_owned(), journal);
@@ -90,6 +93,41 @@ async fn an_image_without_a_journal_entry_is_found_by_its_uuid() {
     assert_eq!(grown.await.unwrap(), GIB);
     home.delete(&made.handle).await.unwrap();
     assert_eq!(home.cluster.rbd(&["ls", &images]), "");
+}
+
+/// As ceph-csi enters a volume of `topologyConstrainedPools`.
+#[tokio::test]
+async fn the_key_of_a_volume_is_known_by_its_entry_in_the_journal_s_pool() {
+    let Some(there) = VaultHome::new() else {
+        return;
+    };
+    let VaultHome { home, vault } = &there;
+    let images = home.cluster.fresh_pool();
+    let new = moved_apart(there.volume("apart", "vault"), &images);
+    let made = home.make(new).await;
+    let entry = format!("csi.volume.{}", &made.handle[made.handle.len() - 36..]);
+    let journal = home.io();
+    let pool = journal.cluster().ioctx(&*images, "").unwrap();
+    let keys = pool.omap_list(&entry, "").unwrap();
+    let keys: Vec<_> = keys.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+    journal.omap_set(&entry, &keys).unwrap();
+    let names: Vec<_> = keys.iter().map(|(name, _)| *name).collect();
+    pool.omap_remove(&entry, &names).unwrap();
+
+    let mut new = home.snapshot("moment", &made.handle);
+    new.secrets = there.secrets();
+    let snapshot = home.rbd.create_snapshot(new).await.unwrap().handle;
+    let key = vault.passphrase(&made.handle);
+    assert!(key.is_some());
+    assert_eq!(vault.passphrase(&snapshot), key);
+    let deleted = home.rbd.delete_snapshot(snapshot, there.secrets());
+    deleted.await.unwrap();
+    let deleted = home.rbd.delete_volume(made.handle.clone(), there.secrets());
+    deleted.await.unwrap();
+    assert_eq!(vault.passphrase(&made.handle), None);
+    assert!(!journal.exists(&entry).unwrap() && !pool.exists(&entry).unwrap());
+    let names = journal.omap_list("csi.volumes.default", "").unwrap();
+    assert!(names.is_empty(), "{names:?}");
 }
 
 #[tokio::test]
