@@ -51,7 +51,7 @@ pub use quota::QuotaPolicy;
 use class::NewDirectory;
 use handle::{DELETED, DirectoryHandle};
 use making::DirectoryDraft;
-use records::{DirectoryRecord, RecordedVolumes, VolumeRecords};
+use records::{DirectoryRecord, RecordedVolumes, VolumeRecords, its_size};
 use snapshots::PackedSnapshot;
 use tree::TreeSize;
 use unpack::UnpackBounds;
@@ -202,20 +202,29 @@ impl NfsStore {
         let export = self.export(directory)?;
         let root = export.open().map_err(failed("open", &export.share))?;
         let path = records::of_volume(&made.handle);
-        let record = DirectoryRecord {
+        let mut record = DirectoryRecord {
             handle: made.handle.to_string(),
             source: None,
+            size: range.named(),
         };
         let sub_dir = directory.sub_dir();
         let locked = self.lock_for_new(export, sub_dir, &record.handle);
         let _directory = locked.map_err(failed("make", directory))?;
         let quota = self.quota(&root, directory, range)?;
-        let attempt = || {
+        let mut attempt = || {
             let found: Option<DirectoryRecord> = records::read(&root, &path)?;
             let is_recorded = found.is_some();
             let is_there = export.has(sub_dir)?;
-            if found.is_some_and(|it| it != record) && is_there {
-                return Ok(Err("it is a copy of a volume or snapshot".to_owned()));
+            if let Some(found) = found.filter(|_| is_there) {
+                if found.source.is_some() {
+                    return Ok(Err("it is a copy of a volume or snapshot".to_owned()));
+                }
+                if let Some(how) = found.other_size(range) {
+                    return Ok(Err(how));
+                }
+                if found.size != 0 {
+                    record.size = found.size;
+                }
             }
             if snapshots::has(&root, sub_dir)? {
                 return Ok(Err(OF_SNAPSHOT.to_owned()));
@@ -266,19 +275,22 @@ impl NfsStore {
         let record = DirectoryRecord {
             handle: made.handle.to_string(),
             source: Some(source.clone()),
+            size: new.range.named(),
         };
         let draft = DirectoryDraft::begin(&root, &path).map_err(cannot("make"))?;
         let draft = draft.ok_or_else(|| ProvisionError::Busy(name.clone()))?;
         if export.has(sub_dir).map_err(cannot("look for"))? {
             let found: Option<DirectoryRecord> =
                 records::read(&root, &path).map_err(cannot("look for"))?;
-            return match found {
+            let found = found.filter(|it| it.source == record.source);
+            return match found.map(|it| it.other_size(new.range)) {
+                Some(Some(how)) => Err(differs(made, &how)),
                 // Its maker may have been killed before it was durable.
-                Some(found) if found == record => {
+                Some(None) => {
                     making::sync_place(&root, sub_dir).map_err(cannot("make"))?;
                     self.size_of(directory)
                 }
-                _ => Err(differs(made, "the directory is not a copy of that source")),
+                None => Err(differs(made, "the directory is not a copy of that source")),
             };
         }
         let from = match source {
@@ -495,10 +507,6 @@ fn context_of(it: &Directory) -> BTreeMap<String, String> {
     context.map(|(key, value)| (key.to_owned(), value)).into()
 }
 
-fn its_size(bytes: u64) -> String {
-    format!("its size is {bytes}")
-}
-
 fn differs(made: &NewDirectory, how: &str) -> ProvisionError {
     ProvisionError::Differs {
         name: made.handle.directory.to_string(),
@@ -652,18 +660,29 @@ impl Provisioner for NfsStore {
         range: Range,
         _: &Secrets,
     ) -> Result<u64, ProvisionError> {
-        let directory = self.existing(handle)?.directory;
-        let bytes = match range.required {
-            0 => range.limit,
-            bytes => bytes,
-        };
-        let (above, dir) = self.opened(&directory)?;
+        let parsed = self.existing(handle)?;
+        let directory = &parsed.directory;
+        let bytes = range.named();
+        let export = self.export(directory)?;
+        let _directory = self.lock(export, directory.sub_dir());
+        let (above, dir) = self.opened(directory)?;
         let grown = quota::expand(&above, &dir, bytes);
-        let grown = grown.map_err(failed("raise the quota of", &directory))?;
+        let grown = grown.map_err(failed("raise the quota of", directory))?;
         let grown = grown.map_err(|why| ProvisionError::NoQuota {
             directory: directory.to_string(),
             why,
         })?;
+        let recorded = export.open().and_then(|root| {
+            let path = records::of_volume(&parsed);
+            match records::read::<DirectoryRecord>(&root, &path)? {
+                Some(record) if record.size < bytes => {
+                    let size = bytes;
+                    records::write(&root, &path, &DirectoryRecord { size, ..record })
+                }
+                _ => Ok(()),
+            }
+        });
+        recorded.map_err(failed("record the size of", directory))?;
         match grown {
             Some(size) if !range.holds(size) => Err(ProvisionError::Size {
                 field: "limit_bytes",

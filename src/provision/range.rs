@@ -53,6 +53,14 @@ impl Range {
         Ok(bytes)
     }
 
+    /// The size of a volume that may have any; 0: none is named.
+    pub fn named(self) -> u64 {
+        match self.required {
+            0 => self.limit,
+            bytes => bytes,
+        }
+    }
+
     /// Whether a volume of that size satisfies the range.
     pub fn holds(self, bytes: u64) -> bool {
         bytes >= self.required && (self.limit == 0 || bytes <= self.limit)

@@ -25,7 +25,7 @@ use super::{
 use crate::{
     digest, error_chain, nfs,
     pool::draft::{self, Durability::Durable},
-    provision::ContentSource,
+    provision::{ContentSource, Range},
 };
 
 /// Only the controller's.
@@ -37,6 +37,23 @@ pub struct DirectoryRecord {
     pub handle: String,
     /// What its content was copied from, if anything.
     pub source: Option<ContentSource>,
+    /// The bytes that were asked for, also by expansions; 0: none, or unknown, as earlier
+    /// releases do not record it.
+    #[serde(default)]
+    pub size: u64,
+}
+
+impl DirectoryRecord {
+    /// Why the range is that of another volume, if it is.
+    pub fn other_size(&self, range: Range) -> Option<String> {
+        let differs = self.size != 0 && !range.holds(self.size);
+        differs.then(|| its_size(self.size))
+    }
+}
+
+/// Says that a volume has another size than the requested.
+pub fn its_size(bytes: u64) -> String {
+    format!("its size is {bytes}")
 }
 
 /// The path of a volume's record.

@@ -61,11 +61,21 @@ impl Share {
         class: &[(&str, &str)],
         source: Option<ContentSource>,
     ) -> Result<String, ProvisionError> {
+        self.make_of(Range::default(), name, class, source)
+    }
+
+    fn make_of(
+        &self,
+        range: Range,
+        name: &str,
+        class: &[(&str, &str)],
+        source: Option<ContentSource>,
+    ) -> Result<String, ProvisionError> {
         let base = [("server", "srv"), ("share", "/share")];
         let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
         let made = self.store.create_volume(&NewVolume {
             name: name.to_owned(),
-            range: Range::default(),
+            range,
             parameters: base.iter().chain(class).map(owned).collect(),
             mutable: HashMap::default(),
             uses: Vec::new(),
@@ -402,4 +412,49 @@ fn recorded_volumes_are_listed() {
     assert_eq!(list(Some(&made[1]), 10, None), made[2..]);
     fs::remove_dir_all(share.at("copy")).expect("removed");
     assert_eq!(list(None, 10, None).len(), 3);
+}
+
+#[test]
+fn a_volume_has_the_size_of_its_first_request_and_of_its_expansions() {
+    let share = Share::new();
+    let sized = |required, limit| Range { required, limit };
+    let source = share.volume("source", "source");
+    for (name, from) in [("v", None), ("copy", Some(ContentSource::Volume(source)))] {
+        let make = |range| share.make_of(range, name, &[], from.clone());
+        let handle = make(sized(1000, 1000)).expect("made");
+        for same in [
+            sized(1000, 1000),
+            sized(1000, 0),
+            sized(0, 2000),
+            sized(0, 0),
+        ] {
+            assert_eq!(make(same).expect("found"), handle);
+        }
+        let refused = |other| {
+            let error = make(other).expect_err("of another size");
+            assert_eq!(error.kind(), Kind::Conflict);
+            error.to_string()
+        };
+        let why = refused(sized(2000, 2000));
+        assert!(why.contains("its size is 1000"), "{why}");
+        refused(sized(0, 500));
+        let expand = |bytes| {
+            let (to, none) = (sized(bytes, 0), Secrets::default());
+            share.store.expand_volume(&handle, to, &none)
+        };
+        for bytes in [3000, 2000] {
+            assert_eq!(expand(bytes).expect("grown"), bytes);
+        }
+        make(sized(3000, 0)).expect("found");
+        refused(sized(4000, 0));
+
+        // Of an earlier release.
+        let record = records::of_volume(&handle.parse().expect("a handle"));
+        let record = share.at(".uring-csi").join(record);
+        let text = fs::read_to_string(&record).expect("read");
+        fs::write(&record, text.replace(r#","size":3000"#, "")).expect("written");
+        make(sized(4000, 0)).expect("found");
+        share.delete(&handle);
+        make(sized(2000, 0)).expect("made");
+    }
 }
