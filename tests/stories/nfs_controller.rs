@@ -5,20 +5,74 @@ use std::{
     cell::Cell,
     collections::HashMap,
     fs,
-    os::unix::fs::PermissionsExt as _,
+    os::unix::fs::{MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
 };
 
 use testkit::{
-    Content, Controller, ControllerSetup, MIB, Mode, NfsServer, Node, SHARE, Sandbox, Volume,
-    can_use_nfs, eventually, from_snapshot, from_volume, provisioned, range, refused, run, story,
+    Content, Controller, ControllerSetup, MIB, Machine, Mode, NfsServer, Node, SHARE, Sandbox,
+    Volume, can_use_nfs, eventually, from_snapshot, from_volume, provisioned, range, refused, run,
+    story,
 };
 use tonic::Code;
 use uring_csi::proto::csi::{
-    CreateVolumeRequest, GetCapacityRequest, ListSnapshotsRequest, ListVolumesRequest,
+    CreateVolumeRequest, GetCapacityRequest, ListSnapshotsRequest,
+    ListVolumesRequest,
 };
 
 use super::operator::Operator;
+
+/// A share, and the machine of its controller.
+struct Share {
+    /// Where the controller has it.
+    dir: PathBuf,
+    /// If it is another machine's.
+    server: Option<NfsServer>,
+    machine: Machine,
+}
+
+impl Share {
+    /// A directory of the machine, made if missing.
+    fn local(dir: PathBuf) -> Self {
+        fs::create_dir_all(&dir).expect("made");
+        Self {
+            dir,
+            server: None,
+            machine: Machine::Host,
+        }
+    }
+
+    /// A mounted one, with a controller as in `deploy/nfs`.
+    async fn mounted(sandbox: &Sandbox) -> Self {
+        let export = sandbox.reflink_pool("exported");
+        let server = NfsServer::start_over(sandbox, "server", export).await;
+        let dir = sandbox.dir().join("mounted");
+        server.mount(&dir);
+        Self {
+            dir,
+            server: Some(server),
+            machine: Machine::WithoutCapabilities,
+        }
+    }
+
+    async fn controller(&self, sandbox: &Sandbox) -> Controller {
+        let mounted = self.server.as_ref().map_or("", |_| ",mounted");
+        let dir = self.dir.display();
+        let setup = ControllerSetup {
+            pools: Vec::new(),
+            args: vec![format!("--nfs-export=127.0.0.1:{SHARE}={dir}{mounted}")],
+            machine: self.machine,
+            ..ControllerSetup::new(sandbox)
+        };
+        Controller::start_with(sandbox, setup).await
+    }
+
+    /// What is in it, for its server.
+    fn names(&self) -> Vec<String> {
+        let server = self.server.as_ref();
+        names(&server.map_or_else(|| self.dir.clone(), NfsServer::export))
+    }
+}
 
 /// A controller that has this directory as a share, and no pool.
 pub(super) async fn over(sandbox: &Sandbox, dir: &Path) -> Controller {
@@ -62,71 +116,86 @@ const TEMPLATE: [(&str, &str); 3] = [
 #[test]
 fn directories_live_and_die_as_their_class_says() {
     story(async |sandbox| {
-        let dir = sandbox.dir().join("export");
-        fs::create_dir(&dir).expect("made");
-        let controller = over(sandbox, &dir).await;
-        for (name, more, sub_dir, handle) in [
-            ("pvc-1", &[][..], "pvc-1", "127.0.0.1#share#pvc-1##"),
-            (
-                "pvc-2",
-                &[("onDelete", "archive")],
-                "pvc-2",
-                "127.0.0.1#share#pvc-2##archive",
-            ),
-            (
-                "pvc-3",
-                &[("onDelete", "Retain"), ("mountPermissions", "0777")],
-                "pvc-3",
-                "127.0.0.1#share#pvc-3##Retain",
-            ),
-            (
-                "pvc-4",
-                &TEMPLATE,
-                "team/data",
-                "127.0.0.1#share#team/data#pvc-4#",
-            ),
-        ] {
-            for _ in 0..2 {
-                let made = controller.create(claim(name, more)).await.expect("made");
-                assert_eq!(made.volume_id, handle);
-                assert_eq!(made.capacity_bytes, 0);
-                assert_eq!(made.volume_context["subDir"], sub_dir);
-            }
-            let (size, on_node) = controller.expand(handle, 1 << 40).await.expect("grown");
-            assert_eq!((size, on_node), (1 << 40, false));
-            fs::write(dir.join(sub_dir).join("file"), "kept").expect("written");
-            for _ in 0..2 {
-                controller.delete(handle).await.expect("deleted");
-            }
-            assert_eq!(dir.join(sub_dir).exists(), name == "pvc-3");
-        }
-        let read = |path: &str| fs::read_to_string(dir.join(path)).expect("kept");
-        assert_eq!(read("archived-pvc-2/file"), "kept");
-        assert_eq!(read("pvc-3/file"), "kept");
-        assert!(!dir.join("team").exists());
-
-        // Of earlier releases of csi-driver-nfs.
-        for handle in [
-            "127.0.0.1/share/old",
-            "127.0.0.1#share#old",
-            "127.0.0.1#share#old#",
-        ] {
-            fs::create_dir_all(dir.join("old/sub")).expect("made");
-            controller.delete(handle).await.expect("deleted");
-            assert!(!dir.join("old").exists(), "{handle}");
-        }
-        controller.delete("never made").await.expect("deleted");
-        let request = GetCapacityRequest {
-            parameters: class(&[]),
-            ..Default::default()
-        };
-        let room = controller
-            .client()
-            .get_capacity(request)
-            .await
-            .expect("room");
-        assert!(room.into_inner().available_capacity > 0);
+        let share = Share::local(sandbox.dir().join("export"));
+        directories_live_and_die(sandbox, &share).await;
     });
+}
+
+#[test]
+fn directories_of_a_mounted_share_live_and_die_as_their_class_says() {
+    if can_use_nfs() {
+        story(async |sandbox| {
+            let share = Share::mounted(sandbox).await;
+            directories_live_and_die(sandbox, &share).await;
+        });
+    }
+}
+
+async fn directories_live_and_die(sandbox: &Sandbox, share: &Share) {
+    let dir = &*share.dir;
+    let controller = share.controller(sandbox).await;
+    for (name, more, sub_dir, handle) in [
+        ("pvc-1", &[][..], "pvc-1", "127.0.0.1#share#pvc-1##"),
+        (
+            "pvc-2",
+            &[("onDelete", "archive")],
+            "pvc-2",
+            "127.0.0.1#share#pvc-2##archive",
+        ),
+        (
+            "pvc-3",
+            &[("onDelete", "Retain"), ("mountPermissions", "0777")],
+            "pvc-3",
+            "127.0.0.1#share#pvc-3##Retain",
+        ),
+        (
+            "pvc-4",
+            &TEMPLATE,
+            "team/data",
+            "127.0.0.1#share#team/data#pvc-4#",
+        ),
+    ] {
+        for _ in 0..2 {
+            let made = controller.create(claim(name, more)).await.expect("made");
+            assert_eq!(made.volume_id, handle);
+            assert_eq!(made.capacity_bytes, 0);
+            assert_eq!(made.volume_context["subDir"], sub_dir);
+        }
+        let (size, on_node) = controller.expand(handle, 1 << 40).await.expect("grown");
+        assert_eq!((size, on_node), (1 << 40, false));
+        fs::write(dir.join(sub_dir).join("file"), "kept").expect("written");
+        for _ in 0..2 {
+            controller.delete(handle).await.expect("deleted");
+        }
+        assert_eq!(dir.join(sub_dir).exists(), name == "pvc-3");
+    }
+    let read = |path: &str| fs::read_to_string(dir.join(path)).expect("kept");
+    assert_eq!(read("archived-pvc-2/file"), "kept");
+    assert_eq!(read("pvc-3/file"), "kept");
+    assert!(!dir.join("team").exists());
+
+    // Of earlier releases of csi-driver-nfs.
+    for handle in [
+        "127.0.0.1/share/old",
+        "127.0.0.1#share#old",
+        "127.0.0.1#share#old#",
+    ] {
+        fs::create_dir_all(dir.join("old/sub")).expect("made");
+        controller.delete(handle).await.expect("deleted");
+        assert!(!dir.join("old").exists(), "{handle}");
+    }
+    controller.delete("never made").await.expect("deleted");
+    let request = GetCapacityRequest {
+        parameters: class(&[]),
+        ..Default::default()
+    };
+    let room = controller
+        .client()
+        .get_capacity(request)
+        .await
+        .expect("room");
+    assert!(room.into_inner().available_capacity > 0);
+    assert_eq!(share.names(), [".uring-csi", "archived-pvc-2", "pvc-3"]);
 }
 
 #[test]
@@ -299,93 +368,167 @@ pub(super) fn names(dir: &Path) -> Vec<String> {
 fn snapshots_and_clones_are_copies_of_directories() {
     story(async |sandbox| {
         for kind in ["reflink", "main"] {
-            let dir = share(sandbox, kind);
-            let controller = over(sandbox, &dir).await;
-            let source = controller.create(claim("pvc-1", &[])).await.expect("made");
-            let content = Content::new(kind);
-            content.write(&dir.join("pvc-1/file"));
-            let room = || {
-                let free = rustix::fs::statvfs(&dir).expect("statistics");
-                free.f_bfree * free.f_frsize
-            };
-            let before = room();
-            let taken = controller.snapshot(&source.volume_id, "snap").await;
-            let taken = taken.expect("a snapshot");
-            let id = "127.0.0.1#share#snap#snap#pvc-1";
-            assert_eq!(
-                (
-                    &*taken.snapshot_id,
-                    taken.ready_to_use,
-                    taken.size_bytes > 0
-                ),
-                (id, true, true)
-            );
-            let again = controller.snapshot(&source.volume_id, "snap").await;
-            assert_eq!(again.expect("the snapshot"), taken);
-            fs::write(dir.join("pvc-1/file"), "new").expect("written");
-
-            let mut copies = Vec::new();
-            for (name, from) in [
-                ("restored", from_snapshot(id)),
-                ("cloned", from_volume(&source.volume_id)),
-            ] {
-                let mut request = claim(name, &[("mountPermissions", "0751")]);
-                request.volume_content_source = Some(from.clone());
-                for _ in 0..2 {
-                    let made = controller.create(request.clone()).await.expect("made");
-                    assert_eq!(made.content_source.as_ref(), Some(&from));
-                    assert_eq!(made.volume_context["subDir"], name);
-                }
-                let mode = fs::metadata(dir.join(name)).expect("there").permissions();
-                assert_eq!(mode.mode() & 0o7777, 0o751);
-                copies.push(request);
-            }
-            content.assert_in(&dir.join("restored/file"));
-            let read = |path: &str| fs::read_to_string(dir.join(path)).expect("there");
-            assert_eq!(read("cloned/file"), "new");
-            if kind == "reflink" {
-                assert!(before < room() + MIB, "they share blocks");
-            }
-
-            // One name is one copy of one source.
-            copies[0].volume_content_source = Some(from_volume(&source.volume_id));
-            let other = controller.create(copies[0].clone()).await;
-            refused(other, Code::AlreadyExists, &["not a copy of that source"]);
-            copies[0].volume_content_source = None;
-            let other = controller.create(copies[0].clone()).await;
-            refused(other, Code::AlreadyExists, &["it is a copy"]);
-            let cloned = "127.0.0.1#share#cloned##";
-            let other = controller.snapshot(cloned, "snap").await;
-            refused(other, Code::AlreadyExists, &["it is a snapshot of"]);
-            let other = controller.snapshot(cloned, "pvc-1").await;
-            refused(other, Code::AlreadyExists, &["a directory of that name"]);
-            copies[1].name = "pvc-1".to_owned();
-            let other = controller.create(copies[1].clone()).await;
-            refused(other, Code::AlreadyExists, &["not a copy of that source"]);
-
-            let list = ListSnapshotsRequest::default();
-            let listed = controller.client().list_snapshots(list).await;
-            let listed = listed.expect("listed").into_inner().entries;
-            assert_eq!(listed.len(), 1);
-            assert_eq!(listed[0].snapshot, Some(taken));
-            controller.delete(&source.volume_id).await.expect("deleted");
-            content.assert_in(&dir.join("snap/data/file"));
-            for _ in 0..2 {
-                controller.delete_snapshot(id).await.expect("deleted");
-            }
-            "late".clone_into(&mut copies[1].name);
-            for from in [from_snapshot(id), from_volume(&source.volume_id)] {
-                copies[1].volume_content_source = Some(from);
-                refused(
-                    controller.create(copies[1].clone()).await,
-                    Code::NotFound,
-                    &["there is no"],
-                );
-            }
-            content.assert_in(&dir.join("restored/file"));
-            assert_eq!(names(&dir), [".uring-csi", "cloned", "restored"]);
+            let share = Share::local(share(sandbox, kind));
+            snapshots_and_clones(sandbox, &share, kind == "reflink").await;
         }
     });
+}
+
+#[test]
+fn snapshots_and_clones_in_a_mounted_share_are_copies_of_directories() {
+    if can_use_nfs() {
+        story(async |sandbox| {
+            let share = Share::mounted(sandbox).await;
+            snapshots_and_clones(sandbox, &share, false).await;
+        });
+    }
+}
+
+async fn snapshots_and_clones(sandbox: &Sandbox, share: &Share, has_references: bool) {
+    let dir = &*share.dir;
+    let controller = share.controller(sandbox).await;
+    let source = controller.create(claim("pvc-1", &[])).await.expect("made");
+    let content = Content::new("snapshots");
+    make_files_of_pods(&dir.join("pvc-1"));
+    content.write(&dir.join("pvc-1/file"));
+    let room = || {
+        let free = rustix::fs::statvfs(dir).expect("statistics");
+        free.f_bfree * free.f_frsize
+    };
+    let before = room();
+    let taken = controller.snapshot(&source.volume_id, "snap").await;
+    let taken = taken.expect("a snapshot");
+    let id = "127.0.0.1#share#snap#snap#pvc-1";
+    assert_eq!(
+        (
+            &*taken.snapshot_id,
+            taken.ready_to_use,
+            taken.size_bytes > 0
+        ),
+        (id, true, true)
+    );
+    let again = controller.snapshot(&source.volume_id, "snap").await;
+    assert_eq!(again.expect("the snapshot"), taken);
+    fs::write(dir.join("pvc-1/file"), "new").expect("written");
+
+    let mut copies = Vec::new();
+    for (name, from) in [
+        ("restored", from_snapshot(id)),
+        ("cloned", from_volume(&source.volume_id)),
+    ] {
+        let mut request = claim(name, &[("mountPermissions", "0751")]);
+        request.volume_content_source = Some(from.clone());
+        for _ in 0..2 {
+            let made = controller.create(request.clone()).await.expect("made");
+            assert_eq!(made.content_source.as_ref(), Some(&from));
+            assert_eq!(made.volume_context["subDir"], name);
+        }
+        let mode = fs::metadata(dir.join(name)).expect("there").permissions();
+        assert_eq!(mode.mode() & 0o7777, 0o751);
+        copies.push(request);
+    }
+    content.assert_in(&dir.join("restored/file"));
+    let read = |path: &str| fs::read_to_string(dir.join(path)).expect("there");
+    assert_eq!(read("cloned/file"), "new");
+    if has_references {
+        assert!(before < room() + MIB, "they share blocks");
+    }
+
+    // One name is one copy of one source.
+    copies[0].volume_content_source = Some(from_volume(&source.volume_id));
+    let other = controller.create(copies[0].clone()).await;
+    refused(other, Code::AlreadyExists, &["not a copy of that source"]);
+    copies[0].volume_content_source = None;
+    let other = controller.create(copies[0].clone()).await;
+    refused(other, Code::AlreadyExists, &["it is a copy"]);
+    let cloned = "127.0.0.1#share#cloned##";
+    let other = controller.snapshot(cloned, "snap").await;
+    refused(other, Code::AlreadyExists, &["it is a snapshot of"]);
+    let other = controller.snapshot(cloned, "pvc-1").await;
+    refused(other, Code::AlreadyExists, &["a directory of that name"]);
+    "pvc-1".clone_into(&mut copies[1].name);
+    let other = controller.create(copies[1].clone()).await;
+    refused(other, Code::AlreadyExists, &["not a copy of that source"]);
+
+    let list = ListSnapshotsRequest::default();
+    let listed = controller.client().list_snapshots(list).await;
+    let listed = listed.expect("listed").into_inner().entries;
+    assert_eq!(listed.len(), 1);
+    assert_eq!(listed[0].snapshot, Some(taken));
+    controller.delete(&source.volume_id).await.expect("deleted");
+    content.assert_in(&dir.join("snap/data/file"));
+    for _ in 0..2 {
+        controller.delete_snapshot(id).await.expect("deleted");
+    }
+    "late".clone_into(&mut copies[1].name);
+    for from in [from_snapshot(id), from_volume(&source.volume_id)] {
+        copies[1].volume_content_source = Some(from);
+        refused(
+            controller.create(copies[1].clone()).await,
+            Code::NotFound,
+            &["there is no"],
+        );
+    }
+    content.assert_in(&dir.join("restored/file"));
+    for name in ["cloned", "restored"] {
+        assert_files_of_pods(&dir.join(name));
+    }
+    assert_eq!(share.names(), [".uring-csi", "cloned", "restored"]);
+    for name in ["cloned", "restored"] {
+        let handle = format!("127.0.0.1#share#{name}##");
+        controller.delete(&handle).await.expect("deleted");
+    }
+    assert_eq!(share.names(), [".uring-csi"]);
+}
+
+/// The user of a pod.
+const USER: u32 = 1000;
+
+/// Makes what the controller must copy and remove without being its owner.
+fn make_files_of_pods(dir: &Path) {
+    let (sticky, private) = (dir.join("sticky"), dir.join("private"));
+    for at in [&sticky, &private, &sticky.join("sub")] {
+        fs::create_dir(at).expect("made");
+    }
+    for at in [&sticky, &sticky.join("sub"), &private] {
+        fs::write(at.join("file"), "of a pod").expect("written");
+    }
+    fs::hard_link(private.join("file"), private.join("link")).expect("linked");
+    std::os::unix::fs::symlink("file", private.join("symlink")).expect("linked");
+    run(&["mkfifo", private.join("fifo").to_str().expect("UTF-8")]);
+    for (at, mode) in [
+        (private.join("file"), 0o4711),
+        (private, 0o700),
+        (sticky.join("sub"), 0o500),
+        (sticky, 0o1777),
+    ] {
+        fs::set_permissions(at, fs::Permissions::from_mode(mode)).expect("set");
+    }
+    let path = dir.to_str().expect("UTF-8");
+    run(&["chown", "-R", "-h", &format!("{USER}:{USER}"), path]);
+    // chown(2) ends it.
+    let file = dir.join("private/file");
+    fs::set_permissions(file, fs::Permissions::from_mode(0o4711)).expect("set");
+}
+
+fn assert_files_of_pods(dir: &Path) {
+    for (name, mode) in [
+        ("sticky", 0o1777),
+        ("sticky/sub", 0o500),
+        ("sticky/file", 0o644),
+        ("private", 0o700),
+        ("private/file", 0o4711),
+        ("private/symlink", 0o777),
+        ("private/fifo", 0o644),
+    ] {
+        let found = fs::symlink_metadata(dir.join(name)).expect("copied");
+        let found = (found.mode() & 0o7777, found.uid(), found.gid());
+        assert_eq!(found, (mode, USER, USER), "{name}");
+    }
+    let links = fs::metadata(dir.join("private/link"))
+        .expect("copied")
+        .nlink();
+    assert_eq!(links, 2);
 }
 
 #[test]
@@ -444,62 +587,78 @@ fn snapshots_of_csi_driver_nfs_are_restored_and_deleted_and_nothing_else_is() {
 #[test]
 fn a_killed_controller_leaves_whole_copies_or_none() {
     story(async |sandbox| {
-        let dir = sandbox.pool("main");
-        for sub in ["a", "b/c"] {
-            fs::create_dir_all(dir.join("source").join(sub)).expect("made");
-            Content::new(sub).write(&dir.join("source").join(sub).join("file"));
+        let share = Share::local(sandbox.pool("main"));
+        killed_at_each_step(sandbox, &share, 2).await;
+    });
+}
+
+#[test]
+fn a_killed_controller_leaves_whole_copies_or_none_in_a_mounted_share() {
+    if can_use_nfs() {
+        story(async |sandbox| {
+            let share = Share::mounted(sandbox).await;
+            killed_at_each_step(sandbox, &share, 9).await;
+        });
+    }
+}
+
+/// Kills a controller at every so manieth step.
+async fn killed_at_each_step(sandbox: &Sandbox, share: &Share, every: usize) {
+    let dir = &*share.dir;
+    for sub in ["a", "b/c"] {
+        fs::create_dir_all(dir.join("source").join(sub)).expect("made");
+        Content::new(sub).write(&dir.join("source").join(sub).join("file"));
+    }
+    let controller = share.controller(sandbox).await;
+    let source = "127.0.0.1#share#source##";
+    let mut copy = claim("copy", &TEMPLATE);
+    copy.volume_content_source = Some(from_volume(source));
+    let snap = "127.0.0.1#share#snap#snap#source";
+    let volume = "127.0.0.1#share#team/data#copy#";
+    // Complete, or not there.
+    let assert_whole = || {
+        for copy in ["snap/data", "team/data"].map(|path| dir.join(path)) {
+            for sub in ["a", "b/c"].into_iter().filter(|_| copy.exists()) {
+                Content::new(sub).assert_in(&copy.join(sub).join("file"));
+            }
         }
-        let controller = over(sandbox, &dir).await;
-        let source = "127.0.0.1#share#source##";
-        let mut copy = claim("copy", &TEMPLATE);
-        copy.volume_content_source = Some(from_volume(source));
-        let snap = "127.0.0.1#share#snap#snap#source";
-        let volume = "127.0.0.1#share#team/data#copy#";
-        // Complete, or not there.
-        let assert_whole = || {
-            for copy in ["snap/data", "team/data"].map(|path| dir.join(path)) {
-                for sub in ["a", "b/c"].into_iter().filter(|_| copy.exists()) {
-                    Content::new(sub).assert_in(&copy.join(sub).join("file"));
+    };
+    for at in (0..).step_by(every) {
+        controller.kill9().await;
+        controller.start_crashing_at(at).await;
+        let crashes = Cell::new(0);
+        for step in 0..4 {
+            eventually("the step is done", async || {
+                let done = match step {
+                    0 => controller.snapshot(source, "snap").await.map(drop),
+                    1 => controller.create(copy.clone()).await.map(drop),
+                    2 => controller.delete_snapshot(snap).await,
+                    _ => controller.delete(volume).await,
+                };
+                if step < 2 {
+                    assert_whole();
                 }
-            }
-        };
-        for at in (0..).step_by(2) {
-            controller.kill9().await;
-            controller.start_crashing_at(at).await;
-            let crashes = Cell::new(0);
-            for step in 0..4 {
-                eventually("the step is done", async || {
-                    let done = match step {
-                        0 => controller.snapshot(source, "snap").await.map(drop),
-                        1 => controller.create(copy.clone()).await.map(drop),
-                        2 => controller.delete_snapshot(snap).await,
-                        _ => controller.delete(volume).await,
-                    };
-                    if step < 2 {
-                        assert_whole();
-                    }
-                    if controller.has_exited() {
-                        crashes.set(crashes.get() + 1);
-                        controller.start().await;
-                    }
-                    done.ok()
-                })
-                .await;
-            }
-            eventually("nothing is left", async || {
-                (names(&dir) == [".uring-csi", "source"]).then_some(())
+                if controller.has_exited() {
+                    crashes.set(crashes.get() + 1);
+                    controller.start().await;
+                }
+                done.ok()
             })
             .await;
-            for records in ["snapshots", "volumes"] {
-                assert_eq!(names(&dir.join(".uring-csi").join(records)), [""; 0]);
-            }
-            assert!(crashes.get() < 2);
-            if crashes.get() == 0 {
-                assert!(at > 20, "the story has more steps");
-                break;
-            }
         }
-    });
+        eventually("nothing is left", async || {
+            (share.names() == [".uring-csi", "source"]).then_some(())
+        })
+        .await;
+        for records in ["snapshots", "volumes"] {
+            assert_eq!(names(&dir.join(".uring-csi").join(records)), [""; 0]);
+        }
+        assert!(crashes.get() < 2);
+        if crashes.get() == 0 {
+            assert!(at > 20, "the story has more steps");
+            break;
+        }
+    }
 }
 
 #[test]

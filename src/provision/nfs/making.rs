@@ -32,7 +32,8 @@ pub struct DirectoryDraft<'s> {
     record: String,
     /// The directory that has it.
     dir: OwnedFd,
-    _lock: File,
+    /// Until the draft is dropped.
+    lock: Option<File>,
 }
 
 impl<'s> DirectoryDraft<'s> {
@@ -54,7 +55,7 @@ impl<'s> DirectoryDraft<'s> {
             share,
             record: record.to_owned(),
             dir,
-            _lock: lock,
+            lock: Some(lock),
         };
         draft.clear()?;
         Ok(Some(draft))
@@ -115,6 +116,8 @@ impl Drop for DirectoryDraft<'_> {
         }
         crash_point();
         let _ = fs::remove_file(path_of(&self.dir, LOCK));
+        // An NFS client keeps an open file that is removed, in its directory.
+        self.lock = None;
         let _ = fs::remove_dir(path_of(self.share, name_of(&self.record)));
     }
 }

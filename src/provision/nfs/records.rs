@@ -113,16 +113,19 @@ pub fn remove(share: &OwnedFd, record: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// The records of that directory, by their paths.
-pub fn list(share: &OwnedFd, dir: &str) -> io::Result<Vec<String>> {
+/// The records of that directory, by their paths. The name of each is so many digests; others
+/// are files that an NFS client or an editor leaves.
+pub fn list(share: &OwnedFd, dir: &str, digests: usize) -> io::Result<Vec<String>> {
     let Some(at) = absent_is_none(below::walk(share, format!("{RECORDS}/{dir}")))? else {
         return Ok(Vec::new());
     };
-    let path = |entry: io::Result<fs::DirEntry>| {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(path_of(&at, ""))? {
         let name = entry?.file_name();
-        Ok(format!("{dir}/{}", name.to_string_lossy()))
-    };
-    fs::read_dir(path_of(&at, ""))?.map(path).collect()
+        let name = name.to_str().filter(|name| is_name(name, digests));
+        all.extend(name.map(|name| format!("{dir}/{name}")));
+    }
+    Ok(all)
 }
 
 /// Whether the name of a record is one of so many digests.
@@ -139,10 +142,7 @@ pub struct VolumeRecords(Vec<String>);
 
 impl VolumeRecords {
     pub fn list(share: &OwnedFd) -> io::Result<Self> {
-        let mut records = list(share, "volumes")?;
-        // Not the files that an NFS client or an editor leaves.
-        records.retain(|record| is_name(split(record).1, 2));
-        Ok(Self(records))
+        list(share, "volumes", 2).map(Self)
     }
 
     /// Whether a volume has the directory.

@@ -11,7 +11,7 @@ use std::{
 
 use rustix::{
     fd::{AsFd, BorrowedFd, OwnedFd},
-    fs::{AtFlags, Dir, renameat, unlinkat},
+    fs::{AtFlags, Dir, Mode, fchmod, fstat, renameat, unlinkat},
     io::Errno,
     path::Arg,
 };
@@ -26,6 +26,7 @@ pub fn remove(at: &OwnedFd, name: impl Arg) -> io::Result<Done> {
     let Some(dir) = absent_is_none(opened)? else {
         return Ok(Done::Already);
     };
+    unstick(&dir);
     let mut removal = DirectoryRemoval {
         dir,
         moved: Vec::new(),
@@ -76,6 +77,7 @@ impl DirectoryRemoval {
         crash_point();
         let opened = open_dir(&self.dir, name).map_err(io::Error::from);
         if let Some(opened) = absent_is_none(opened)? {
+            unstick(&opened);
             let mut entries = Dir::new(opened)?;
             while let Some(below) = next_name(&mut entries)? {
                 let from = entries.fd()?;
@@ -110,6 +112,18 @@ impl DirectoryRemoval {
                 Err(errno) => return Err(errno.into()),
             }
         }
+    }
+}
+
+/// Without `CAP_FOWNER`, entries of another user's directory cannot be removed while it has
+/// the sticky bit. That of a share which is mounted here can be changed: its server decides.
+fn unstick(dir: &OwnedFd) {
+    let mode = fstat(dir).map(|stat| Mode::from_raw_mode(stat.st_mode));
+    if let Ok(mode) = mode
+        && mode.contains(Mode::SVTX)
+    {
+        // If it fails, so does the removal.
+        let _ = fchmod(dir, mode.difference(Mode::SVTX));
     }
 }
 

@@ -318,7 +318,7 @@ fn as_taken_before(
 /// The snapshots of a share.
 fn in_share(root: &OwnedFd) -> io::Result<Vec<DirectorySnapshotRecord>> {
     let mut all = Vec::new();
-    for record in records::list(root, "snapshots")? {
+    for record in records::list(root, "snapshots", 1)? {
         let read: Option<DirectorySnapshotRecord> = records::read(root, &record)?;
         let handle = read.and_then(|read| read.handle.parse::<DirectorySnapshotHandle>().ok());
         if let Some(handle) = handle {

@@ -26,6 +26,7 @@ use rustix::{
         unlinkat, utimensat,
     },
     io::Errno,
+    process::geteuid,
 };
 
 use super::{
@@ -275,7 +276,7 @@ impl<'c> TreeCopy<'c> {
             let parent = first.parent().unwrap_or(Path::new(""));
             let parent = below::walk(self.root, parent)?;
             let last = first.file_name().expect("an entry has a name");
-            linkat(parent, last, to, name, AtFlags::empty())?;
+            link(&parent, last, to, name)?;
             return Ok(None);
         }
         match kind {
@@ -379,6 +380,28 @@ const MOST_XATTR: usize = 64 << 10;
 
 /// How often a file may be truncated or replaced while it is copied.
 const MOST_CHANGES: usize = 5;
+
+/// Gives a file one more name. Where the kernel protects hard links
+/// (`fs.protected_hardlinks`), only a file's owner, or who has `CAP_FOWNER`, may do that for
+/// every file.
+fn link(above: &OwnedFd, first: &OsStr, to: BorrowedFd<'_>, name: &CStr) -> io::Result<()> {
+    let again = || linkat(above, first, to, name, AtFlags::empty());
+    match again() {
+        Err(Errno::PERM) => {}
+        done => return Ok(done?),
+    }
+    let of = |user| chownat(above, first, Some(user), None, AtFlags::SYMLINK_NOFOLLOW);
+    let stat = statat(above, first, AtFlags::SYMLINK_NOFOLLOW)?;
+    of(geteuid())?;
+    again()?;
+    of(Uid::from_raw(stat.st_uid))?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::Symlink {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let made = openat(above, first, flags, Mode::empty())?;
+        chmod(of_descriptor(&made), Mode::from_raw_mode(stat.st_mode))?;
+    }
+    Ok(())
+}
 
 fn owner_and_times(at: BorrowedFd<'_>, name: &CStr, stat: &Stat) -> io::Result<()> {
     let (uid, gid) = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid));

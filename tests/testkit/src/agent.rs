@@ -44,6 +44,8 @@ pub enum Machine {
     WithoutLibrbd,
     /// Nothing is written to its root but where the manifests mount something.
     ReadOnlyRoot,
+    /// Its root has no capability, as in the manifests of the controller.
+    WithoutCapabilities,
 }
 
 /// Another machine, as far as the kernel's RBD devices are concerned.
@@ -80,6 +82,15 @@ const ON_READ_ONLY_ROOT: &[&str] = &[
     "sh",
 ];
 
+/// Root without a capability.
+const WITHOUT_CAPABILITIES: &[&str] = &[
+    "setpriv",
+    "--bounding-set=-all",
+    "--inh-caps=-all",
+    "--no-new-privs",
+    "--",
+];
+
 impl Agent {
     /// Not started yet. Its output goes to `log`.
     pub fn new(program: &'static str, socket: &Path, log: PathBuf, args: Vec<String>) -> Self {
@@ -104,6 +115,7 @@ impl Agent {
             Machine::OtherHost => ON_OTHER_HOST,
             Machine::WithoutLibrbd => WITHOUT_LIBRBD,
             Machine::ReadOnlyRoot => ON_READ_ONLY_ROOT,
+            Machine::WithoutCapabilities => WITHOUT_CAPABILITIES,
         };
     }
 

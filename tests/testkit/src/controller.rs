@@ -13,7 +13,7 @@ use uring_csi::proto::csi::{
 };
 
 use super::{
-    Agent, Sandbox, Volume,
+    Agent, Machine, Sandbox, Volume,
     agent::{CALL_TIMEOUT, request},
 };
 
@@ -26,6 +26,7 @@ pub struct ControllerSetup {
     pub args: Vec<String>,
     /// The secrets that the sidecars send with each call that may have them.
     pub secrets: HashMap<String, String>,
+    pub machine: Machine,
 }
 
 impl ControllerSetup {
@@ -36,6 +37,7 @@ impl ControllerSetup {
             pools: vec![format!("main={},shared", sandbox.pool("main").display())],
             args: Vec::new(),
             secrets: HashMap::new(),
+            machine: Machine::Host,
         }
     }
 
@@ -81,12 +83,13 @@ impl Controller {
             args.extend(["--pool".to_owned(), pool]);
         }
         args.extend(setup.args);
-        let agent = Agent::new(
+        let mut agent = Agent::new(
             "uring-csi-controller",
             &sandbox.dir().join(format!("{name}.sock")),
             sandbox.dir().join(format!("{name}.log")),
             args,
         );
+        agent.run_on(setup.machine);
         Self {
             agent,
             secrets: setup.secrets,

@@ -7,7 +7,7 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-use super::{Sandbox, Volume, eventually, free_port, run_err, skip_test, skip_uninstalled};
+use super::{Sandbox, Volume, eventually, free_port, run, run_err, skip_test, skip_uninstalled};
 
 /// Whether this kernel can mount directories of NFS servers, and a server is installed.
 /// Stories that need that are skipped elsewhere.
@@ -29,6 +29,7 @@ pub const SHARE: &str = "/share";
 /// nfs-ganesha over one directory, by NFS 4.
 pub struct NfsServer {
     dir: PathBuf,
+    export: PathBuf,
     port: u16,
     process: Option<Child>,
 }
@@ -36,11 +37,17 @@ pub struct NfsServer {
 impl NfsServer {
     /// A server whose share is the directory of that name in the sandbox.
     pub async fn start(sandbox: &Sandbox, name: &str) -> Self {
+        let export = sandbox.dir().join(name).join("export");
+        fs::create_dir_all(&export).expect("a directory");
+        Self::start_over(sandbox, name, export).await
+    }
+
+    /// A server of that name whose share is the directory.
+    pub async fn start_over(sandbox: &Sandbox, name: &str, export: PathBuf) -> Self {
         let dir = sandbox.dir().join(name);
-        fs::create_dir_all(dir.join("export")).expect("a directory");
         fs::create_dir_all(dir.join("recovery")).expect("a directory");
         let port = free_port();
-        let at = dir.display();
+        let (at, exported) = (dir.display(), export.display());
         // A client takes servers of one owner for one server. One that starts again answers
         // once its clients have had time to reclaim.
         let config = format!(
@@ -48,11 +55,12 @@ impl NfsServer {
              NFSV4 {{ Grace_Period = 4; Lease_Lifetime = 10; RecoveryBackend = fs; RecoveryRoot = {at}/recovery; Server_Owner = \"{at}\"; Server_Scope = \"{at}\"; }}\n\
              NFS_KRB5 {{ Active_krb5 = false; }}\n\
              EXPORT_DEFAULTS {{ Squash = No_Root_Squash; Access_Type = RW; SecType = sys; Protocols = 4; }}\n\
-             EXPORT {{ Export_Id = 1; Path = {at}/export; Pseudo = {SHARE}; FSAL {{ Name = VFS; }} }}\n"
+             EXPORT {{ Export_Id = 1; Path = {exported}; Pseudo = {SHARE}; FSAL {{ Name = VFS; }} }}\n"
         );
         fs::write(dir.join("ganesha.conf"), config).expect("a file");
         let mut server = Self {
             dir,
+            export,
             port,
             process: None,
         };
@@ -99,11 +107,20 @@ impl NfsServer {
 
     /// The exported directory.
     pub fn export(&self) -> PathBuf {
-        self.dir.join("export")
+        self.export.clone()
     }
 
     pub fn port(&self) -> u16 {
         self.port
+    }
+
+    /// Mounts the share by the newest version of NFS, as kubelet does for a controller's pod.
+    pub fn mount(&self, at: &Path) {
+        fs::create_dir_all(at).expect("a directory");
+        let options = format!("vers=4.2,addr=127.0.0.1,port={}", self.port);
+        let source = format!("127.0.0.1:{SHARE}");
+        let at = at.to_str().expect("UTF-8");
+        run(&["mount", "-i", "-t", "nfs", "-o", &options, &source, at]);
     }
 
     /// The static volume over a directory of the share, made if missing.
