@@ -32,6 +32,7 @@ mod class;
 mod export;
 mod handle;
 mod making;
+mod owners;
 mod quota;
 mod records;
 mod removal;
@@ -553,7 +554,18 @@ impl Provisioner for NfsStore {
 
     fn sweep(&self) -> Vec<ProvisionError> {
         let swept = self.exports.iter().flat_map(|export| {
-            let swept = export.open().and_then(|root| making::sweep(&root));
+            let swept = export.open().and_then(|root| {
+                if let Err(error) = owners::probe(&root) {
+                    let share = &export.share;
+                    tracing::warn!(
+                        %share,
+                        %error,
+                        "cannot keep owners and modes of other users' files: deletions, copies \
+                         and mountPermissions will fail; docs/nfs.md says what the controller needs"
+                    );
+                }
+                making::sweep(&root)
+            });
             let left = swept.unwrap_or_else(|error| vec![(String::new(), error)]);
             let cannot = |(name, source)| ProvisionError::Io {
                 step: "clean up",

@@ -9,6 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rustix::fs::XattrFlags;
 use testkit::{
     Content, Controller, ControllerSetup, MIB, Machine, Mode, NfsServer, Node, SHARE, Sandbox,
     Volume, can_use_nfs, eventually, from_snapshot, from_volume, provisioned, range, refused, run,
@@ -479,6 +480,57 @@ async fn snapshots_and_clones(sandbox: &Sandbox, share: &Share, has_references: 
         controller.delete(&handle).await.expect("deleted");
     }
     assert_eq!(share.names(), [".uring-csi"]);
+}
+
+#[test]
+fn a_service_on_the_nfs_server_has_the_capabilities_for_files_of_pods() {
+    story(async |sandbox| {
+        let warning = "cannot keep owners and modes";
+        let mut share = Share::local(sandbox.pool("main"));
+        share.machine = Machine::NfsServer;
+        snapshots_and_clones(sandbox, &share, false).await;
+        let controller = share.controller(sandbox).await;
+        let class = [("mountPermissions", "2770")];
+        controller
+            .create(claim("pvc-2", &class))
+            .await
+            .expect("made");
+        let made = fs::metadata(share.dir.join("pvc-2")).expect("made");
+        assert_eq!(made.mode() & 0o7777, 0o2770);
+        assert!(!controller.log().contains(warning));
+        let (from, to) = (share.dir.join("pvc-2"), share.dir.join("copy"));
+        let privileged = from.join("privileged");
+        fs::write(&privileged, "").expect("written");
+        // CAP_NET_RAW, effective: vfs_cap_data of linux/capability.h.
+        let capability: Vec<_> = [0x0200_0001_u32, 1 << 13, 0, 0, 0]
+            .iter()
+            .flat_map(|word| word.to_le_bytes())
+            .collect();
+        let name = "security.capability";
+        rustix::fs::setxattr(&privileged, name, &capability, XattrFlags::empty()).expect("set");
+        run(&[
+            "mknod",
+            from.join("null").to_str().expect("UTF-8"),
+            "c",
+            "1",
+            "3",
+        ]);
+        let mut copy = claim("copy", &[]);
+        copy.volume_content_source = Some(from_volume("127.0.0.1#share#pvc-2##"));
+        let copy = controller.create(copy).await.expect("copied");
+        let mut copied = [0; 20];
+        rustix::fs::getxattr(to.join("privileged"), name, &mut copied).expect("copied");
+        assert_eq!(copied, *capability);
+        assert_eq!(fs::metadata(to.join("null")).expect("copied").rdev(), 0x103);
+        controller.delete(&copy.volume_id).await.expect("deleted");
+        drop(controller);
+
+        // The unit without the file.
+        share.machine = Machine::WithoutCapabilities;
+        let controller = share.controller(sandbox).await;
+        controller.wait_for_log(warning).await;
+        assert_eq!(share.names(), [".uring-csi", "pvc-2"]);
+    });
 }
 
 /// The user of a pod.

@@ -46,6 +46,8 @@ pub enum Machine {
     ReadOnlyRoot,
     /// Its root has no capability, as in the manifests of the controller.
     WithoutCapabilities,
+    /// Its root has the capabilities of the package's file for controllers of NFS servers.
+    NfsServer,
 }
 
 /// Another machine, as far as the kernel's RBD devices are concerned.
@@ -91,6 +93,18 @@ const WITHOUT_CAPABILITIES: &[&str] = &[
     "--",
 ];
 
+/// Root with the capabilities of a unit's file.
+const ON_NFS_SERVER: &[&str] = &[
+    "sh",
+    "-c",
+    "set=$(sed -n 's/^CapabilityBoundingSet=//p' \"$1\" | sed 's/CAP_/,+/g' | tr -d ' ' | tr A-Z a-z) && shift && exec setpriv --bounding-set=-all$set --inh-caps=-all --no-new-privs -- \"$@\"",
+    "sh",
+    concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../deploy/systemd/controller-nfs-server.conf"
+    ),
+];
+
 impl Agent {
     /// Not started yet. Its output goes to `log`.
     pub fn new(program: &'static str, socket: &Path, log: PathBuf, args: Vec<String>) -> Self {
@@ -116,6 +130,7 @@ impl Agent {
             Machine::WithoutLibrbd => WITHOUT_LIBRBD,
             Machine::ReadOnlyRoot => ON_READ_ONLY_ROOT,
             Machine::WithoutCapabilities => WITHOUT_CAPABILITIES,
+            Machine::NfsServer => ON_NFS_SERVER,
         };
     }
 
