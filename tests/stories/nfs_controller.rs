@@ -17,7 +17,7 @@ use testkit::{
 };
 use tonic::Code;
 use uring_csi::proto::csi::{
-    CreateVolumeRequest, GetCapacityRequest, ListSnapshotsRequest,
+    CreateSnapshotRequest, CreateVolumeRequest, GetCapacityRequest, ListSnapshotsRequest,
     ListVolumesRequest,
 };
 
@@ -777,6 +777,126 @@ fn a_claims_directory_is_mounted_and_deleted_on_an_nfs_server() {
         node.down(&volume, "pod").await;
         controller.delete(&volume.handle).await.expect("deleted");
         assert!(!server.export().join("team").exists());
+        node.assert_clean().await;
+    });
+}
+
+/// The metadata that external-provisioner and external-snapshotter add to a class' parameters
+/// with `--extra-create-metadata`.
+fn metadata(kind: &str, name: &str, content: &str) -> HashMap<String, String> {
+    let (claim, bound) = match kind {
+        "claim" => ("pvc", "pv"),
+        _ => ("volumesnapshot", "volumesnapshotcontent"),
+    };
+    let pairs = [
+        (format!("{claim}/name"), name),
+        (format!("{claim}/namespace"), "default"),
+        (format!("{bound}/name"), content),
+    ];
+    let pairs = pairs.into_iter();
+    let full = pairs.map(|(key, value)| (format!("csi.storage.k8s.io/{key}"), value.to_owned()));
+    full.collect()
+}
+
+/// Its `deploy/example`, but for the servers and inline volumes, with the names that the
+/// sidecars give.
+#[test]
+fn the_examples_of_csi_driver_nfs_work() {
+    const PVC: &str = "pvc-4c0ff0b7-6d26-4c6d-a7a7-6f8f42d5e8a1";
+    const CLONE: &str = "pvc-c3b3c5c1-9a0f-4a7e-8f53-4c6c0d0d7c52";
+    const RESTORED: &str = "pvc-f1e2a9f4-05f6-4f0c-9c8e-15f0e1a1b7d3";
+    const TEMPLATED: &str = "pvc-0d9e6c57-2b1c-47a6-8f0a-9f5b8f7f2c64";
+    const SNAPSHOT: &str = "snapshot-9a159fca-4824-4053-8d90-a92c25fb860f";
+    if !can_use_nfs() {
+        return;
+    }
+    story(async |sandbox| {
+        let share = Share::mounted(sandbox).await;
+        let server = share.server.as_ref().expect("mounted");
+        let controller = share.controller(sandbox).await;
+        let node = Node::start(sandbox).await;
+        let port = format!("port={}", server.port());
+        let flags = ["hard", "nfsvers=4.1", &port];
+        let create = async |name: &str, claim_name: &str, more: &[(&str, &str)], from| {
+            let mut request = claim(name, more);
+            request
+                .parameters
+                .extend(metadata("claim", claim_name, name));
+            request.capacity_range = Some(range(10 << 30));
+            let capability = Volume::filesystem("", "")
+                .mode(Mode::MultiNodeMultiWriter)
+                .flags(&flags)
+                .capability;
+            request.volume_capabilities = vec![capability.clone()];
+            request.volume_content_source = from;
+            let made = controller.create(request).await.expect("made");
+            assert_eq!(made.capacity_bytes, 0, "the provisioner takes the claim's");
+            let mut volume = provisioned(&made, &capability);
+            name.clone_into(&mut volume.spec);
+            volume
+        };
+        let content = Content::new("outfile");
+        let source = create(PVC, "pvc-nfs-dynamic", &[], None).await;
+        content.write(&node.up(&source, "nginx-nfs").await.join("outfile"));
+
+        let message = CreateSnapshotRequest {
+            source_volume_id: source.handle.clone(),
+            name: SNAPSHOT.to_owned(),
+            parameters: metadata("snapshot", "test-nfs-snapshot", "snapcontent-9a159fca"),
+            ..Default::default()
+        };
+        let taken = controller.client().create_snapshot(message).await;
+        let taken = taken.expect("taken").into_inner().snapshot.expect("one");
+        assert!(taken.ready_to_use && taken.size_bytes > 0);
+        let from = Some(from_snapshot(&taken.snapshot_id));
+        let restored = create(RESTORED, "pvc-nfs-snapshot-restored", &[], from).await;
+        let from = Some(from_volume(&source.handle));
+        let clone = create(CLONE, "pvc-nfs-cloning", &[], from).await;
+        let template = [
+            ("subDir", "${pvc.metadata.namespace}/${pvc.metadata.name}"),
+            ("mountPermissions", "0755"),
+            ("onDelete", "archive"),
+        ];
+        let templated = create(TEMPLATED, "pvc-statefulset", &template, None).await;
+        for (volume, has_content) in [(&restored, true), (&clone, true), (&templated, false)] {
+            let target = node.up(volume, "nginx").await;
+            if has_content {
+                content.assert_in(&target.join("outfile"));
+            }
+            assert_eq!(
+                fs::read_dir(&target).expect("read").count(),
+                usize::from(has_content)
+            );
+            node.down(volume, "nginx").await;
+        }
+
+        // Static ones, of the whole share.
+        for handle in ["unique-volumeid", "127.0.0.1#share#"] {
+            let volume = Volume::filesystem(handle, "")
+                .mode(Mode::MultiNodeMultiWriter)
+                .flags(&["nfsvers=4.1", &port])
+                .with("server", "127.0.0.1")
+                .with("share", SHARE);
+            let target = node.up(&volume, "static").await;
+            content.assert_in(&target.join(PVC).join("outfile"));
+            node.down(&volume, "static").await;
+        }
+
+        node.down(&source, "nginx-nfs").await;
+        let (size, on_node) = controller
+            .expand(&source.handle, 20 << 30)
+            .await
+            .expect("grown");
+        assert_eq!((size, on_node), (20 << 30, false));
+        controller
+            .delete_snapshot(&taken.snapshot_id)
+            .await
+            .expect("deleted");
+        for volume in [&source, &restored, &clone, &templated] {
+            controller.delete(&volume.handle).await.expect("deleted");
+        }
+        let left = [".uring-csi", "archived-default", "default"];
+        assert_eq!(share.names(), left);
         node.assert_clean().await;
     });
 }
