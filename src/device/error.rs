@@ -30,6 +30,15 @@ pub enum DeviceError {
     /// The Ceph cluster, the RBD driver, or the encryption over it.
     #[error(transparent)]
     Ceph(Box<CephImageError>),
+    /// The image is attached for another volume, whose record is lost.
+    #[error("image {image} is attached as {device} for volume {volume}; unstage that first")]
+    AttachedFor {
+        image: PathBuf,
+        /// The device's node.
+        device: PathBuf,
+        /// The other volume's handle.
+        volume: String,
+    },
     /// The image is attached already, but not as it is needed.
     #[error(
         "image {image} is attached already, as {device}, {how}; detach it first (losetup -d {device})"
@@ -104,9 +113,10 @@ impl DeviceError {
             Self::Loop(error) => error.kind(),
             Self::Nbd(error) => error.kind(),
             Self::Ceph(error) => error.kind(),
-            Self::AttachedOtherwise { .. } | Self::TooSmall { .. } | Self::NoDevice => {
-                Kind::Precondition
-            }
+            Self::AttachedFor { .. }
+            | Self::AttachedOtherwise { .. }
+            | Self::TooSmall { .. }
+            | Self::NoDevice => Kind::Precondition,
             Self::Busy { .. } => Kind::InUse,
             Self::NotEncrypted { .. } => Kind::Unsupported,
             Self::Extend { source, .. } => match source.kind() {

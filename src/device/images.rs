@@ -289,7 +289,7 @@ impl BackendVolume for BoundImage<'_> {
             pool.check_scope()?;
             Err(error)
         })?;
-        let claimed = claim::claim_in(pool, dir.as_fd(), image, &self.claim(options))?;
+        let (claimed, before) = claim::claim_in(pool, dir.as_fd(), image, &self.claim(options))?;
         drop(dir);
         let stat = match fstat(&file) {
             Ok(stat) if stat.st_nlink > 0 => stat,
@@ -301,7 +301,7 @@ impl BackendVolume for BoundImage<'_> {
                 };
                 let looked = looked.map_err(|errno| pool.io("look at", Path::new(image), errno));
                 if claimed == Done::Now {
-                    let _: Done = claim::release(pool, image, &self.images.node_id)?;
+                    claim::put_back(pool, image, &self.images.node_id, before)?;
                 }
                 return Err(looked.map_or_else(|error| error, |_| gone).into());
             }
@@ -311,9 +311,21 @@ impl BackendVolume for BoundImage<'_> {
             format_marker.clear()?;
         }
         let attached = loop_attach::attach_loop(self.source, pool, (&file, &stat), options);
+        let attached = attached.and_then(|(device, exclusive)| match &before {
+            Some(held) if exclusive.is_none() && held.is_of_other(&options.volume_id) => {
+                Err(DeviceError::AttachedFor {
+                    image: pool.image_path(image),
+                    device: device.node,
+                    volume: held.volume_id.clone(),
+                })
+            }
+            _ => Ok((device, exclusive)),
+        });
         if attached.is_err() && claimed == Done::Now {
-            // The caller gets the error of the attach.
-            if let Err(error) = claim::release(pool, image, &self.images.node_id) {
+            // The caller gets the error of the attach. A claim that this node held before
+            // may be that of a device, whose record is lost.
+            let put_back = claim::put_back(pool, image, &self.images.node_id, before);
+            if let Err(error) = put_back {
                 tracing::warn!(%error, image, "the claim on an image that was not attached stays");
             }
         }

@@ -77,6 +77,15 @@ impl Sharing {
             Self::Readers => !other.read_only,
         }
     }
+
+    /// The one that allows less.
+    fn stricter(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Exclusive, _) | (_, Self::Exclusive) => Self::Exclusive,
+            (Self::Readers, _) | (_, Self::Readers) => Self::Readers,
+            (Self::Shared, Self::Shared) => Self::Shared,
+        }
+    }
 }
 
 /// A node's claim of an image.
@@ -100,6 +109,20 @@ impl Claim {
     /// The id of the draft that a controller's claim depends on.
     fn token(&self) -> Option<&str> {
         self.node_id.strip_prefix(CONTROLLER)
+    }
+
+    /// Whether a node made it for another volume than this.
+    pub fn is_of_other(&self, volume_id: &str) -> bool {
+        !self.volume_id.is_empty() && self.volume_id != volume_id
+    }
+
+    /// This claim, which conflicts with all that `held` conflicts with.
+    fn keeping(&self, held: &Self) -> Self {
+        Self {
+            access: self.access.stricter(held.access),
+            read_only: self.read_only && held.read_only,
+            ..self.clone()
+        }
     }
 
     fn conflicts_with(&self, other: &Self) -> bool {
@@ -216,17 +239,22 @@ fn process_lock(pool: &Pool) -> Arc<Mutex<()>> {
 #[cfg(test)]
 pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError> {
     use std::os::fd::AsFd as _;
-    claim_in(pool, pool.open_dir()?.as_fd(), image, claim)
+    let (done, _) = claim_in(pool, pool.open_dir()?.as_fd(), image, claim)?;
+    Ok(done)
 }
 
 /// Claims an image for a node, in the pool's directory `dir`, which is open.
-/// [`Done::Already`]: the node holds the same claim.
+/// [`Done::Already`]: the node holds the claim; else the claim that it held before is
+/// returned, for [`put_back`].
+///
+/// The image may be attached by the claim that the node holds, as this one is made before
+/// anything is looked at. So it still excludes all that the held one does.
 pub fn claim_in(
     pool: &Pool,
     dir: BorrowedFd<'_>,
     image: &str,
     claim: &Claim,
-) -> Result<Done, ClaimError> {
+) -> Result<(Done, Option<Claim>), ClaimError> {
     let lock = process_lock(pool);
     let _locked = lock.lock().unwrap_or_else(PoisonError::into_inner);
     pool.initialize_at(dir)?;
@@ -242,8 +270,12 @@ pub fn claim_in(
             }
         },
     };
-    if before.as_ref().is_some_and(|m| m.claim == *claim) {
-        return Ok(Done::Already);
+    let claim = match &before {
+        Some(held) => &claim.keeping(&held.claim),
+        None => claim,
+    };
+    if before.as_ref().is_some_and(|held| held.claim == *claim) {
+        return Ok((Done::Already, None));
     }
     let written = write(pool, &mine, claim, ClaimState::Asking)?;
     crash_point();
@@ -264,7 +296,22 @@ pub fn claim_in(
         return Err(pool.io("write", &mine, error).into());
     }
     crash_point();
-    Ok(Done::Now)
+    Ok((Done::Now, before.map(|held| held.claim)))
+}
+
+/// Undoes a claim of the node that [`claim_in`] made, where nothing was attached by it:
+/// `before` is the claim that the node held, and holds again.
+pub fn put_back(
+    pool: &Pool,
+    image: &str,
+    node_id: &str,
+    before: Option<Claim>,
+) -> Result<(), ClaimError> {
+    let lock = process_lock(pool);
+    let _locked = lock.lock().unwrap_or_else(PoisonError::into_inner);
+    let state = ClaimState::Held;
+    let before = before.map(|claim| Marker { claim, state });
+    restore(pool, image, &marker_path(pool, image, node_id), before)
 }
 
 /// Fails where there is a claim besides `mine` that conflicts with this one.

@@ -7,6 +7,7 @@ use testkit::{
 use tonic::Code::{FailedPrecondition, ResourceExhausted, Unimplemented};
 use uring_csi::proto::csi::{
     CreateVolumeRequest, NodeGetInfoRequest, NodeStageVolumeRequest, node_client::NodeClient,
+    volume_capability::access_mode::Mode::SingleNodeReaderOnly,
 };
 
 /// A node with a local pool of its own and one that all share.
@@ -71,6 +72,31 @@ fn a_shared_image_is_on_one_node_at_a_time() {
         controller.delete(&volume.handle).await.unwrap();
         controller.delete(&volume.handle).await.unwrap();
         assert!(!sandbox.image(&volume).exists());
+        a.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_refused_stage_keeps_the_claim_of_an_attached_image() {
+    story(async |sandbox| {
+        let a = Node::start_with(sandbox, setup(sandbox, "node-a")).await;
+        let b = Node::start_with(sandbox, setup(sandbox, "node-b")).await;
+        let volume = sandbox.volume("shared", "ext4");
+        a.up(&volume, "pod").await;
+        a.restart_without_records().await;
+
+        let mut reader = volume.clone();
+        reader.capability.access_mode.as_mut().unwrap().mode = SingleNodeReaderOnly.into();
+        let mut renamed = volume.clone();
+        renamed.handle = "another-handle".to_owned();
+        for (other, word) in [(&reader, "writable"), (&renamed, "volume shared")] {
+            let words = ["/dev/loop", word];
+            refused(a.stage(other).await, FailedPrecondition, &words);
+            refused(b.stage(&volume).await, FailedPrecondition, &["node-a"]);
+        }
+        a.down(&volume, "pod").await;
+        b.up(&volume, "pod").await;
+        b.down(&volume, "pod").await;
         a.assert_clean().await;
     });
 }

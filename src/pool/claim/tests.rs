@@ -1,3 +1,5 @@
+use std::os::fd::AsFd as _;
+
 use proptest::prelude::*;
 
 use super::*;
@@ -64,6 +66,37 @@ fn shared_claims_stand_side_by_side_and_keep_an_exclusive_one_out() {
         claim(&pool, IMAGE, &by("a", "1", Sharing::Shared)).unwrap(),
         Done::Already
     );
+}
+
+#[test]
+fn an_own_claim_is_never_weakened_and_is_put_back() {
+    let (_dir, pool) = pool();
+    let held = by("a", "1", Sharing::Exclusive);
+    assert_eq!(claim(&pool, IMAGE, &held).unwrap(), Done::Now);
+    let reader = Claim {
+        read_only: true,
+        ..by("a", "1", Sharing::Readers)
+    };
+    assert_eq!(claim(&pool, IMAGE, &reader).unwrap(), Done::Already);
+    assert_eq!(owners(&pool, IMAGE).unwrap(), std::slice::from_ref(&held));
+
+    let renamed = Claim {
+        volume_id: "other".to_owned(),
+        ..reader
+    };
+    let dir = pool.open_dir().unwrap();
+    let (done, before) = claim_in(&pool, dir.as_fd(), IMAGE, &renamed).unwrap();
+    assert_eq!((done, before.as_ref()), (Done::Now, Some(&held)));
+    let now = own(&pool, IMAGE, "a").unwrap().unwrap();
+    let expected = Claim {
+        volume_id: "other".to_owned(),
+        ..held.clone()
+    };
+    assert_eq!(now, expected);
+    put_back(&pool, IMAGE, "a", before).unwrap();
+    assert_eq!(claim(&pool, IMAGE, &held).unwrap(), Done::Already);
+    put_back(&pool, IMAGE, "a", None).unwrap();
+    assert!(own(&pool, IMAGE, "a").unwrap().is_none());
 }
 
 #[test]
