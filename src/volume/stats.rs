@@ -4,7 +4,8 @@
 //! But the directories on the way to it are on a disk that may hang, and some file
 //! systems' statfs waits for their device: of XFS in Linux 5.15 to 5.18
 //! (`xfs_inodegc_flush` in `xfs_fs_statfs`), and of ext4 and XFS with project quotas,
-//! which may read a limit (`ext4_statfs_project`, `xfs_qm_statvfs`).
+//! which may read a limit (`ext4_statfs_project`, `xfs_qm_statvfs`). ext4 has limits only
+//! where it is mounted so, whatever its superblock says of quotas.
 //!
 //! So the runtime thread asks where neither can be: the walk takes names from the kernel's
 //! cache only ([`Places::open_cached`]), and the file system is one whose statfs never waits.
@@ -284,12 +285,18 @@ fn usage_in_memory(places: &Places, record: &Record, path: &Path) -> Option<Usag
     usage_of(&places.open_cached(path)?, record, path).ok()
 }
 
-/// Whether the statfs of the volume's file system waits for no device, on any kernel.
-/// XFS may keep quotas in its superblock; for ext4 they need an option, which no request
-/// may have, but another driver's mount.
+/// Whether the statfs of the volume's file system waits for no device, on any kernel. The
+/// options of a mount that was found are not known.
 fn never_waits(record: &Record) -> bool {
-    let in_memory = matches!(record.fs, Some(FsType::Ext4 | FsType::Btrfs));
-    record.usage == Use::Block || in_memory && !record.found
+    let Use::Mount { options, .. } = &record.usage else {
+        return true;
+    };
+    match record.fs {
+        _ if record.found => false,
+        Some(FsType::Ext4) => !(options.fs_options()).any(|option| option.key.contains("quota")),
+        Some(FsType::Btrfs) => true,
+        Some(FsType::Xfs) | None => false,
+    }
 }
 
 /// The path of the mount that is meant by a staging or target path.
@@ -330,3 +337,6 @@ fn usage_of(opened: &OwnedFd, record: &Record, path: &Path) -> Result<Usage, Cau
     });
     Ok(Usage::Mounted { bytes, inodes })
 }
+
+#[cfg(test)]
+mod tests;
