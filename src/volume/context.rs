@@ -54,14 +54,8 @@ impl Context<'_> {
     }
 
     /// Fails unless the volume is staged or published at the path; an empty one says nothing.
-    pub(super) fn expect_at(self, record: &Record, path: &Path) -> Result<(), Cause> {
-        let held = self.volume.held();
-        let is_target = held.iter().any(|held| held.targets.contains_key(path));
-        if path.as_os_str().is_empty()
-            || is_target
-            || path == record.staging_path
-            || path == record.mount_point()
-        {
+    pub(super) fn expect_at(self, path: &Path) -> Result<(), Cause> {
+        if path.as_os_str().is_empty() || self.volume.is_at(path) {
             return Ok(());
         }
         let at = path.display();

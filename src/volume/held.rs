@@ -165,6 +165,15 @@ impl Volume {
         metrics::volume_state_changed(before, state(&held));
     }
 
+    /// Whether this node has it staged or published at the path, which is canonical.
+    pub(super) fn is_at(&self, path: &Path) -> bool {
+        self.held().as_ref().is_some_and(|held| {
+            held.targets.contains_key(path)
+                || path == held.record.staging_path
+                || path == held.record.mount_point()
+        })
+    }
+
     /// A copy of the record, if there is one.
     pub(super) fn record(&self) -> Option<Record> {
         self.held().as_ref().map(|held| held.record.clone())

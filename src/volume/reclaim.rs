@@ -17,7 +17,7 @@ use crate::{fs::trim, kernel::sysfs, mount::PathKind};
 pub(super) async fn reclaim(cx: Context<'_>, spec: &Reclaim) -> Result<Outcome, Cause> {
     let record = cx.staged()?;
     for path in [&spec.staging_path, &spec.volume_path] {
-        cx.expect_at(&record, path)?;
+        cx.expect_at(path)?;
     }
     refuse(&record)?;
     cx.run_on_lane(move |cx| on_lane(cx, &record)).await

@@ -18,7 +18,7 @@ use crate::mount::{
 /// The agent's own call: no RPC asks for it.
 pub(super) async fn remount(cx: Context<'_>, spec: &Remount) -> Result<Outcome, Cause> {
     let record = cx.staged()?;
-    cx.expect_at(&record, &spec.staging_path)?;
+    cx.expect_at(&spec.staging_path)?;
     if record.read_only && !spec.read_only {
         return Err(Cause::precondition(
             "it was attached to be read only, and becomes writable only by another stage",

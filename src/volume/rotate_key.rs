@@ -12,7 +12,7 @@ use super::{
 /// csi-addons' `EncryptionKeyRotate`.
 pub(super) async fn rotate_key(cx: Context<'_>, volume_path: &Path) -> Result<Outcome, Cause> {
     let record = cx.staged()?;
-    cx.expect_at(&record, volume_path)?;
+    cx.expect_at(volume_path)?;
     // Two nodes that rotate at once would each remove the key of the other.
     if record.read_only || record.mode.multi_node() {
         return Err(Cause::precondition(

@@ -14,7 +14,6 @@
 
 use std::{
     borrow::Cow,
-    collections::HashMap,
     io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -37,6 +36,7 @@ use super::{
     spec::Use,
 };
 use crate::{
+    Kind,
     fs::FsType,
     hold_point, is_held,
     kernel::sysfs,
@@ -79,8 +79,9 @@ pub struct StatsRequests(Mutex<StatsState>);
 #[derive(Debug, Default)]
 struct StatsState {
     under_way: Option<StatsRequest>,
-    /// Its last answers and their times, by where it was asked.
-    last: HashMap<PathBuf, (Usage, Instant)>,
+    /// Its last answer and the time of that: the same directory or device is at all of a
+    /// volume's paths.
+    last: Option<(Usage, Instant)>,
 }
 
 impl StatsRequests {
@@ -98,8 +99,8 @@ impl StatsRequests {
 }
 
 impl StatsState {
-    fn answered(&mut self, path: PathBuf, usage: Usage) {
-        self.last.insert(path, (usage, Instant::now()));
+    fn answered(&mut self, usage: Usage) {
+        self.last = Some((usage, Instant::now()));
     }
 }
 
@@ -144,15 +145,15 @@ impl Node {
         let record = volume.record().ok_or_else(not_there)?;
         let path = self.places.canonical(&path);
         if let Some(usage) = usage_in_memory(&self.places, &record, &path) {
-            volume.asked.lock().answered(path, usage);
+            volume.asked.lock().answered(usage);
             return Ok(usage);
         }
         let about = About::Usage(path.clone());
         if let Some(Told::Usage(answer)) = self.ask(&volume.asked, &record, about, deadline).await {
             return answer;
         }
-        let last = volume.asked.lock().last.get(&path).copied();
-        if let Some((usage, at)) = last {
+        let last = volume.asked.lock().last;
+        if let Some((usage, at)) = last.filter(|_| volume.is_at(&path)) {
             let (seconds, waits_for) = (at.elapsed().as_secs(), record.waits_for());
             tracing::warn!(
                 volume_id,
@@ -231,7 +232,7 @@ impl Node {
         let (places, about) = (self.places.clone(), about.clone());
         let of = record.clone();
         let looks = self.lanes.run(&record.volume_id, "statfs", move || {
-            let told = match &about {
+            match &about {
                 About::Usage(path) => {
                     let usage = usage(&places, &of, path);
                     Told::Usage(usage.map_err(|cause| Arc::new(cause.of(&of.volume_id))))
@@ -241,18 +242,19 @@ impl Node {
                     let _ = usage(&places, &of, &of.mount_point());
                     Told::Health(health::of_file_system(&places, &of))
                 }
-            };
-            (about, told)
+            }
         });
         let shared = Arc::clone(shared);
         ring::spawn(async move {
-            let (about, told) = looks.await;
+            let told = looks.await;
             let mut asked = shared.lock();
             asked.under_way = None;
-            match (about, &told) {
-                (About::Usage(path), Told::Usage(Ok(usage))) => asked.answered(path, *usage),
-                (About::Usage(path), _) => drop(asked.last.remove(&path)),
-                (About::Health, _) => {}
+            match &told {
+                Told::Usage(Ok(usage)) => asked.answered(*usage),
+                // Says nothing of the paths at which the volume is.
+                Told::Usage(Err(error)) if error.kind() == Kind::NotFound => {}
+                Told::Usage(Err(_)) => asked.last = None,
+                Told::Health(_) => {}
             }
             drop(asked);
             // All callers may have gone.

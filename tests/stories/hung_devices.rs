@@ -178,9 +178,19 @@ fn a_hung_statfs_delays_only_its_own_volume() {
         }
         drop(known.0);
         let before = node.stats(&known.1, &targets[0]).await.unwrap();
+        // An error at another path says nothing of this one.
+        let elsewhere = node.target(&known.1, "elsewhere");
+        refused(node.stats(&known.1, &elsewhere).await, Code::NotFound, &[]);
+        node.publish(&known.1, "second").await.unwrap();
         let held = node.hold("statfs", "known");
-        // The last answer, if there is one.
-        assert_eq!(node.stats(&known.1, &targets[0]).await.unwrap(), before);
+        // The last answer, if there is one, at whichever of the volume's paths.
+        let second = node.target(&known.1, "second");
+        for path in [&targets[0], &second] {
+            assert_eq!(node.stats(&known.1, path).await.unwrap(), before);
+        }
+        node.unpublish(&known.1, "second").await.unwrap();
+        let answer = node.stats(&known.1, &second).await;
+        refused(answer, Code::Unavailable, &["waits"]);
         let (first, retry) = tokio::join!(
             node.stats(&unknown.1, &targets[1]),
             node.stats(&unknown.1, &targets[1])
