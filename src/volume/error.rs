@@ -199,6 +199,12 @@ pub enum Cause {
     /// would make kubelet forget that, and never unstage it.
     #[error("{}; it stays staged as it was", error_chain(.0))]
     Kept(Box<Cause>),
+    /// A device was formatted, and is still attached.
+    #[error(
+        "its device is formatted, but not detached ({}); stage the volume, or unstage it",
+        error_chain(.0)
+    )]
+    NotDetached(Box<Cause>),
     /// A call failed, and so did its undo.
     #[error(
         "{}; its undo failed, too ({}); the next call repeats it",
@@ -225,6 +231,14 @@ impl Cause {
     /// The volume is not in the state that the call needs; `what` has the remedy.
     pub(super) fn precondition(what: impl Into<String>) -> Self {
         Self::Precondition(what.into())
+    }
+
+    /// The failure of a call whose undo failed, too.
+    pub(super) fn not_undone(self, undo: Self) -> Self {
+        Self::NotUndone {
+            cause: Box::new(self),
+            undo: Box::new(undo),
+        }
     }
 
     /// The kernel refused the operation.
@@ -264,6 +278,7 @@ impl Cause {
             // Not OUT_OF_RANGE: kubelet takes that as infeasible and tries no more.
             | Self::NotGrown { .. }
             | Self::NotRecovered
+            | Self::NotDetached(_)
             | Self::NotUndone { .. } => Kind::Transient,
         }
     }

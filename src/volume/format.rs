@@ -67,8 +67,10 @@ async fn on_lane(cx: OnLane<'_>, spec: Format, looking: Permit) -> Result<Outcom
         Ok(attached) => attached,
         // If the source is attached, this call did not attach it.
         Err(cause) => {
-            unstage::forget(cx, &record).await?;
-            return Err(cause);
+            return match unstage::forget(cx, &record).await {
+                Ok(()) => Err(cause),
+                Err(undo) => Err(cause.not_undone(undo)),
+            };
         }
     };
     record.device = Some(attached.device.clone());
@@ -76,11 +78,8 @@ async fn on_lane(cx: OnLane<'_>, spec: Format, looking: Permit) -> Result<Outcom
     match (was, unstage::tear_down(cx, &record).await) {
         (Ok(was), Ok(())) => Ok(Outcome::Was(was)),
         (Err(cause), Ok(())) => Err(cause),
-        (Ok(_), Err(undo)) => Err(undo),
-        (Err(cause), Err(undo)) => Err(Cause::NotUndone {
-            cause: Box::new(cause),
-            undo: Box::new(undo),
-        }),
+        (Ok(_), Err(undo)) => Err(Cause::NotDetached(Box::new(undo))),
+        (Err(cause), Err(undo)) => Err(cause.not_undone(undo)),
     }
 }
 

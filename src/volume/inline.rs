@@ -27,12 +27,15 @@ pub(super) async fn publish(cx: Context<'_>, spec: &Inline) -> Result<Outcome, C
     })
     .await?;
     stage::stage(cx, &spec.stage).await?;
-    let published = publish::publish(cx, &spec.publish).await;
-    if published.is_err() {
-        // After a final error no unpublish follows.
-        cx.on_lane(|cx| Box::pin(undo(cx))).await?;
+    let cause = match publish::publish(cx, &spec.publish).await {
+        Ok(published) => return Ok(published),
+        Err(cause) => cause,
+    };
+    // After a final error no unpublish follows.
+    match cx.on_lane(|cx| Box::pin(undo(cx))).await {
+        Ok(()) => Err(cause),
+        Err(undo) => Err(cause.not_undone(undo)),
     }
-    published
 }
 
 /// Deletes the volume, unless it is published at a target.

@@ -242,7 +242,7 @@ impl Staging<'_> {
             Err(cause) if before.is_none() => {
                 return match forget(cx, &record).await {
                     Ok(()) => Err(cause),
-                    Err(undo) => Err(not_undone(cause, undo)),
+                    Err(undo) => Err(cause.not_undone(undo)),
                 };
             }
             Err(cause) => cause,
@@ -253,7 +253,7 @@ impl Staging<'_> {
         }
         match unstage::tear_down(cx, &record).await {
             Ok(()) => Err(cause),
-            Err(undo) => Err(not_undone(cause, undo)),
+            Err(undo) => Err(cause.not_undone(undo)),
         }
     }
 
@@ -504,13 +504,6 @@ fn make_room(place: &SafePath) -> Result<(), Cause> {
 
 fn kept(cause: Cause) -> Cause {
     Cause::Kept(Box::new(cause))
-}
-
-fn not_undone(cause: Cause, undo: Cause) -> Cause {
-    Cause::NotUndone {
-        cause: Box::new(cause),
-        undo: Box::new(undo),
-    }
 }
 
 /// What each file system needs besides the caller's options. XFS refuses a

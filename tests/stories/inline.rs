@@ -2,9 +2,10 @@
 
 use std::{fs, time::Duration};
 
+use sha2::{Digest as _, Sha256};
 use testkit::{
     Content, Fault as _, HungPool, MIB, Node, NodeSetup, Phase, Sandbox, StuckFile, Volume,
-    crash_at_each_step, refused, run, story,
+    crash_at_each_step, hex, refused, run, story,
 };
 use tonic::Code::{
     DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable,
@@ -186,6 +187,32 @@ fn an_inline_volume_that_cannot_be_made_leaves_nothing() {
             let answer = node.send_publish(publish(&node, &volume)).await;
             refused(answer, InvalidArgument, &[word]);
         }
+        assert_eq!(images(sandbox), [""; 0]);
+        node.assert_clean().await;
+    });
+}
+
+/// After a final error kubelet would not unpublish the volume.
+#[test]
+fn a_publish_that_is_not_undone_gets_no_final_error() {
+    story(async |sandbox| {
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
+        let volume = inline("left");
+        let target = node.target(&volume, "pod");
+        fs::create_dir_all(&target).unwrap();
+        let at = target.to_str().unwrap();
+        run(&["mount", "-t", "tmpfs", "none", at]);
+        let staging = format!("inline-{}", hex(&Sha256::digest(&volume.handle)));
+        let in_the_way = node.run_dir.join("staging").join(staging).join("file");
+        fs::create_dir_all(in_the_way.parent().unwrap()).unwrap();
+        fs::write(&in_the_way, "").unwrap();
+        let answer = node.send_publish(publish(&node, &volume)).await;
+        let words = ["something else is mounted", "its undo failed", "not empty"];
+        refused(answer, Unavailable, &words);
+
+        fs::remove_file(&in_the_way).unwrap();
+        run(&["umount", at]);
+        node.unpublish(&volume, "pod").await.unwrap();
         assert_eq!(images(sandbox), [""; 0]);
         node.assert_clean().await;
     });
