@@ -62,6 +62,12 @@ impl Places {
     }
 }
 
+/// Whether the path has a directory of this name in it, in which kubelet keeps
+/// mounts of its own.
+pub(super) fn is_kubelets(path: &Path, directory: &str) -> bool {
+    path.iter().any(|part| part == directory)
+}
+
 /// An error at the staging path.
 pub(super) fn at_staging(source: PathError) -> Cause {
     Cause::Path {

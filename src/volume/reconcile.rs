@@ -27,9 +27,10 @@ use super::{
     context::{Context, OnLane},
     error::Cause,
     layout,
-    places::{Places, absent_is_none},
+    places::{Places, absent_is_none, is_kubelets},
     progress::Progress,
     record::{Held, Phase, Record, Records, Target},
+    remote,
     spec::{Call, Use},
 };
 use crate::{
@@ -390,7 +391,7 @@ fn remote_targets<'a>(
         .filter(|entry| entry.mount_point != record.mount_point())
         .filter(|entry| record.source.is_mounted_as(entry))
         // Of others: kubelet for its own volumes of NFS, and outside of this agent's paths.
-        .filter(|entry| !is_kubelets(&entry.mount_point, "kubernetes.io~nfs"))
+        .filter(|entry| !is_kubelets(&entry.mount_point, remote::IN_TREE))
         .filter(|entry| is_target(&entry.mount_point))
         .filter(|entry| !is_kubelets(&entry.mount_point, "volume-subpaths"))
         .map(|entry| {
@@ -398,12 +399,6 @@ fn remote_targets<'a>(
             (entry.mount_point.clone(), Target { read_only })
         })
         .collect()
-}
-
-/// Whether the path has a directory of this name in it, in which kubelet keeps
-/// bind mounts of its own.
-fn is_kubelets(path: &Path, directory: &str) -> bool {
-    path.iter().any(|part| part == directory)
 }
 
 /// The mount at the volume's staging path or below, and its mount point.

@@ -8,7 +8,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 
 use rustix::fd::AsFd as _;
 
-use super::{context::OnLane, error::Cause, record::Held};
+use super::{context::OnLane, error::Cause, places::is_kubelets, record::Held};
 use crate::{
     Done,
     device::{self, Source},
@@ -59,10 +59,20 @@ pub(super) fn unmount(cx: OnLane<'_>, place: &SafePath) -> Result<Done, UnmountE
     Ok(done)
 }
 
+/// Where kubelet itself mounts directories of NFS servers, for pods that name no CSI driver.
+pub(super) const IN_TREE: &str = "kubernetes.io~nfs";
+
 /// Refuses the mount of another volume, where a directory of a server is mounted that no
-/// record knows. It names no volume itself, and its unmount loses nothing.
+/// record knows. It names no volume itself, nor does the handle of a static volume name its
+/// directory; and its unmount loses nothing.
 pub(super) fn refuse_others(cx: OnLane<'_>, place: &SafePath) -> Result<(), Cause> {
     let path = place.path();
+    if is_kubelets(path, IN_TREE) {
+        return Err(Cause::precondition(format!(
+            "what is mounted at {} is a volume of kubelet's own, of no CSI driver",
+            path.display()
+        )));
+    }
     let has = |held: &Held| held.targets.contains_key(path) || held.record.mount_point() == path;
     let volumes = cx.node.volumes();
     let mut others = volumes.values().filter(|it| it.id != cx.volume.id);

@@ -369,6 +369,20 @@ fn mounts_of_csi_driver_nfs_are_unpublished() {
         assert!(!target.exists());
         node.unstage(&volume).await.expect("never staged");
 
+        // Kubelet's own are not of any driver.
+        let theirs = node.kubelet.join("pods/uid/volumes/kubernetes.io~nfs/data");
+        fs::create_dir_all(&theirs).expect("made");
+        let path = theirs.to_str().expect("UTF-8");
+        run(&["mount", "-i", "-t", "nfs", "-o", &options, &source, path]);
+        for status in [
+            node.unpublish_at(&volume, &theirs).await,
+            node.unstage_at(&volume, &theirs).await,
+        ] {
+            refused(status, Code::FailedPrecondition, &["kubelet's own", path]);
+        }
+        assert_eq!(mounts_of(&node, &source).len(), 1);
+        run(&["umount", path]);
+
         // And the agent's own, once its records are lost.
         node.up(&volume, "pod").await;
         node.restart_without_records().await;
