@@ -11,7 +11,7 @@ use std::{
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use testkit::{
-    Content, MIB, Node, NodeSetup, ResourceUsage, Sandbox, StuckFile, StuckTree, Volume,
+    Content, MIB, Machine, Node, NodeSetup, ResourceUsage, Sandbox, StuckFile, StuckTree, Volume,
     eventually, run, story,
 };
 use tonic::{Code, Status};
@@ -175,6 +175,30 @@ fn waiting_lookups_take_no_thread_each() {
 
 /// Clients that connect and send nothing.
 const IDLE: usize = 2000;
+#[test]
+fn the_agent_raises_its_limit_of_descriptors() {
+    story(async |sandbox| {
+        let setup = NodeSetup {
+            machine: Machine::FewDescriptors,
+            ..NodeSetup::new(sandbox)
+        };
+        let node = Node::start_with(sandbox, setup.arg("--max-volumes=10000000")).await;
+        let limits = fs::read_to_string(format!("/proc/{}/limits", node.pid())).unwrap();
+        let open_files = limits
+            .lines()
+            .find(|line| line.starts_with("Max open files"));
+        let words: Vec<_> = open_files.unwrap().split_whitespace().collect();
+        let [soft, hard] = [words[3], words[4]];
+        assert_eq!(soft, hard, "{limits}");
+        if hard != "unlimited" {
+            let log = node.log();
+            for word in ["10000000 volumes", "RLIMIT_NOFILE", hard] {
+                assert!(log.contains(word), "{word}: {log}");
+            }
+        }
+        node.assert_clean().await;
+    });
+}
 
 #[test]
 fn idle_metrics_clients_take_no_descriptors_from_volumes() {

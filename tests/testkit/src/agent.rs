@@ -48,6 +48,8 @@ pub enum Machine {
     WithoutCapabilities,
     /// Its root has the capabilities of the package's file for controllers of NFS servers.
     NfsServer,
+    /// It gives processes a low soft limit of descriptors, as containers have it.
+    FewDescriptors,
 }
 
 /// Another machine, as far as the kernel's RBD devices are concerned.
@@ -104,6 +106,8 @@ const ON_NFS_SERVER: &[&str] = &[
         "/../../deploy/systemd/controller-nfs-server.conf"
     ),
 ];
+/// Processes may raise the limit.
+const ON_FEW_DESCRIPTORS: &[&str] = &["prlimit", "--nofile=256:"];
 
 impl Agent {
     /// Not started yet. Its output goes to `log`.
@@ -131,6 +135,7 @@ impl Agent {
             Machine::ReadOnlyRoot => ON_READ_ONLY_ROOT,
             Machine::WithoutCapabilities => WITHOUT_CAPABILITIES,
             Machine::NfsServer => ON_NFS_SERVER,
+            Machine::FewDescriptors => ON_FEW_DESCRIPTORS,
         };
     }
 
