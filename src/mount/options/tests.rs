@@ -193,17 +193,19 @@ proptest! {
         prop_assert_eq!(parsed(&words), parsed(&[&words.join(",")]));
     }
 
-    /// The rule behind the lists, stated independently: no path, no device, no halt.
+    /// The rule behind the lists, stated independently: no path, no device, no
+    /// other server, no halt.
     #[test]
     fn allowed_mount_options_name_no_file(
         key in prop::sample::select(vec![
             "journal_path", "journal_dev", "logdev", "rtdev", "device", "subvol", "subvolid",
             "errors", "fatal_errors", "context", "usrjquota", "data", "commit", "discard",
             "compress", "stripe", "quota", "sb", "abort", "barrier", "space_cache",
+            "addr", "clientaddr", "mounthost", "mountaddr", "fsc", "proto", "vers", "sec",
         ]),
         value in prop::option::of(prop::sample::select(vec![
             "/dev/sda", "panic", "bug", "0x801", "5", "../x", "a/b", "a:b:c:s0", "zstd:/x", "1,2",
-            "ordered", "v2", ".", "=x", "",
+            "ordered", "v2", ".", "=x", "", "10.0.0.1", "tcp", "4.1", "krb5p",
         ])),
     ) {
         let word = match value {
@@ -211,7 +213,7 @@ proptest! {
             None => key.to_owned(),
         };
         let options = parsed(&[&word]);
-        for fs in [None, Some("ext4"), Some("xfs"), Some("btrfs")] {
+        for fs in [None, Some("ext4"), Some("xfs"), Some("btrfs"), Some("nfs")] {
             if options.refuse_unlisted(fs).is_err() { continue }
             let value = value.unwrap_or_default();
             prop_assert!(!value.contains('/') && !value.starts_with('.'), "{}", word);
@@ -220,6 +222,8 @@ proptest! {
             let bad = [
                 "journal_path", "journal_dev", "logdev", "rtdev", "device", "subvol", "subvolid",
                 "fatal_errors", "sb", "abort",
+                // Of NFS, which another server, or a cache on the node's disk, would serve.
+                "addr", "clientaddr", "mounthost", "mountaddr", "fsc",
             ];
             prop_assert!(!bad.contains(&key), "{}", word);
         }
