@@ -356,8 +356,8 @@ pub struct Limits {
     /// NBD devices that are reconnected at once, one for each server.
     #[arg(long, env = "URING_CSI_MAX_RECONNECTS", default_value_t = 32, value_parser = positive, value_name = "N")]
     pub max_reconnects: usize,
-    /// Volumes that wait to be attached; further calls get RESOURCE_EXHAUSTED and may be
-    /// retried.
+    /// Volumes that wait to be looked up, and others that wait to be attached; further calls
+    /// get RESOURCE_EXHAUSTED and may be retried.
     #[arg(long, env = "URING_CSI_MAX_WAITING", default_value_t = 4096, value_parser = positive, value_name = "N")]
     pub max_waiting: usize,
 }
@@ -381,10 +381,11 @@ const RECONNECT: Duration = Duration::from_secs(15);
 /// The gates of a node.
 #[derive(Clone, Debug)]
 pub struct Gates {
-    /// Looking up a volume, without its device or pool.
+    /// Looking up a volume, without its device or pool: the first step of a stage. Its queue
+    /// is limited, and that of the attach: an attached volume waits for its next step without
+    /// limit.
     pub look: Gate,
-    /// Attaching a device. The only gate with a limited queue: an attached volume waits for
-    /// its next step without limit.
+    /// Attaching a device.
     pub attach: Gate,
     /// Changing the record of an inline volume.
     pub record: Gate,
@@ -407,20 +408,24 @@ impl Gates {
     pub fn new(limits: &Limits) -> Self {
         let gate =
             |step, flag, permits, timeout| Gate::new(Bounds::new(step, flag, permits, timeout));
-        // These steps use the node's own disk, so the domain does not matter.
-        let undivided = |step| {
-            Gate::new(Bounds {
-                share: limits.max_attaches,
-                ..Bounds::new(step, "--max-attaches", limits.max_attaches, SHORT)
-            })
-        };
+        let attaches = |step| Bounds::new(step, "--max-attaches", limits.max_attaches, SHORT);
+        // Look and record use the node's own disk, so the domain does not matter.
+        let share = limits.max_attaches;
+        let queue = limits.max_waiting;
         Self {
-            attach: Gate::new(Bounds {
-                queue: limits.max_waiting,
-                ..Bounds::new("attach", "--max-attaches", limits.max_attaches, SHORT)
+            look: Gate::new(Bounds {
+                share,
+                queue,
+                ..attaches("look")
             }),
-            look: undivided("look"),
-            record: undivided("record"),
+            attach: Gate::new(Bounds {
+                queue,
+                ..attaches("attach")
+            }),
+            record: Gate::new(Bounds {
+                share,
+                ..attaches("record")
+            }),
             probe: gate("probe", "--max-probes", limits.max_probes, SHORT),
             mount: gate("mount", "--max-mounts", limits.max_mounts, SHORT),
             mkfs: gate("mkfs", "--max-mkfs", limits.max_mkfs, CHILD),

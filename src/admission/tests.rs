@@ -1,3 +1,5 @@
+use clap::Parser as _;
+
 use super::*;
 
 const LONG: Duration = Duration::from_secs(3600);
@@ -62,6 +64,27 @@ fn a_full_queue_refuses_with_the_reason() {
     }
     let _other = waits(gate.ask("other"));
     assert_eq!(gate.ask("third").unwrap_err().waiting, 4);
+}
+
+/// A stage passes the look first, whether its source has a device to attach or not.
+#[test]
+fn a_stage_is_refused_before_it_begins() {
+    #[derive(clap::Parser)]
+    struct Flags {
+        #[command(flatten)]
+        limits: Limits,
+    }
+    let flags = ["node", "--max-attaches=1", "--max-waiting=1"];
+    let gates = Gates::new(&Flags::try_parse_from(flags).unwrap().limits);
+    let _first = admitted(gates.look.ask("server"));
+    let _second = waits(gates.look.ask("server"));
+    let refused = gates.look.ask("another").unwrap_err();
+    assert_eq!((refused.step, refused.waiting), ("look", 1));
+    // Not half of a stage.
+    let _place = admitted(gates.mount.ask("server"));
+    let _: Vec<_> = (0..64)
+        .map(|_| gates.mount.ask("server").unwrap())
+        .collect();
 }
 
 #[test]
