@@ -130,9 +130,9 @@ mod tests {
             settled(read, passed, Duration::from_millis(1)).await
         };
         let content = look(Some(&passed)).await.unwrap();
-        let parsed = content.parse();
-        assert_eq!(parsed["busy"].as_ref().unwrap().path, Path::new("/before"));
-        assert_eq!(parsed["data"].as_ref().unwrap().path, Path::new("/now"));
+        let wanted = content.parse();
+        assert_eq!(wanted["busy"].as_ref().unwrap().path, Path::new("/before"));
+        assert_eq!(wanted["data"].as_ref().unwrap().path, Path::new("/now"));
         assert!(content.has_marker);
         // One that was never used, and may be a renamed one.
         let first = look(None).await.unwrap();

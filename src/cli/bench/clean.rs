@@ -81,7 +81,7 @@ impl Clean {
                     .push(format!("{path} (--node-endpoint {other})"));
                 continue;
             }
-            let left = undo(context, &kubelet_dir, place, record).await?;
+            let left = undo(context, &kubelet_dir, place, *record).await?;
             if left.is_empty() {
                 cleaned.removed.push(path);
             }

@@ -78,7 +78,7 @@ pub enum FoundRun {
     /// Its process was killed before it did anything.
     Unused(Place),
     /// Its process was killed.
-    Killed(Place, Record),
+    Killed(Place, Box<Record>),
 }
 
 /// A run's directory.
@@ -148,7 +148,7 @@ impl Place {
             path: file,
             why: error.to_string(),
         })?;
-        Ok(FoundRun::Killed(place, record))
+        Ok(FoundRun::Killed(place, Box::new(record)))
     }
 
     /// Where it is.
@@ -333,7 +333,7 @@ mod tests {
         let FoundRun::Killed(place, found) = Place::take_over(&path).unwrap() else {
             panic!("it has a record");
         };
-        assert_eq!(found, record());
+        assert_eq!(*found, record());
         place.remove().unwrap();
         assert!(Place::list(kubelet.path()).unwrap().is_empty());
     }
