@@ -82,7 +82,7 @@ use occupied::Occupied;
 use places::Places;
 use reconcile::Unrecovered;
 use record::Records;
-use spec::Request;
+use spec::{Call, Request};
 
 /// An operator's settings of a node.
 #[derive(Clone, Debug)]
@@ -176,8 +176,11 @@ impl Node {
         request.call = request.call.with_paths(|path| self.places.canonical(path));
         let begun = Instant::now();
         self.recovered(&volume_id, deadline).await?;
-        let left = deadline.saturating_sub(begun.elapsed());
-        task::submit(&self, &volume_id, request, left).await
+        let left = || deadline.saturating_sub(begun.elapsed());
+        if matches!(request.call, Call::Inline(_) | Call::Unpublish(_)) {
+            self.inline_recovered(&volume_id, left()).await?;
+        }
+        task::submit(&self, &volume_id, request, left()).await
     }
 
     /// Runs on the runtime thread what a lane cannot: what uses its events or children.

@@ -500,10 +500,12 @@ async fn watch(node: Arc<Node>, able: Readiness, readiness: Readiness) {
         if let Some(reason) = node.has_ended() {
             able.set(Some(reason.to_owned()));
         }
-        let reason = match able.reason() {
-            Some(reason) => Some(reason),
-            None => given.what_is_wrong().await,
-        };
+        let mut wrong: Vec<_> = able.reason().into_iter().collect();
+        if wrong.is_empty() {
+            wrong.extend(given.what_is_wrong().await);
+            wrong.extend(node.unread_records());
+        }
+        let reason = (!wrong.is_empty()).then(|| wrong.join("; "));
         if reason != readiness.reason() {
             if let Some(reason) = &reason {
                 tracing::error!(reason, "not ready");

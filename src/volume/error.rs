@@ -92,6 +92,9 @@ pub enum Cause {
     /// The agent has just started, and has not recovered its volumes yet.
     #[error("this node's agent has just started and is still recovering its volumes")]
     NotRecovered,
+    /// The volume may be an inline one, whose record is not read yet.
+    #[error("it may be an inline volume, and those are not recovered yet: {0}")]
+    RecordsUnread(String),
     /// The caller's deadline passed; the work continues.
     #[error("{} continues after this call's deadline, {}; the next equal call joins it", .0.call, .0)]
     Deadline(UnderWay),
@@ -278,6 +281,7 @@ impl Cause {
             // Not OUT_OF_RANGE: kubelet takes that as infeasible and tries no more.
             | Self::NotGrown { .. }
             | Self::NotRecovered
+            | Self::RecordsUnread(_)
             | Self::NotDetached(_)
             | Self::NotUndone { .. } => Kind::Transient,
         }

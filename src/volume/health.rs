@@ -123,6 +123,7 @@ impl Node {
         deadline: Duration,
     ) -> Result<Vec<HealthCondition>, VolumeError> {
         self.recovered(&volume_id, deadline).await?;
+        self.inline_recovered(&volume_id, deadline).await?;
         let volume = self.known(&volume_id).ok_or_else(|| {
             Cause::NotFound("this node does not hold it".to_owned()).of(&volume_id)
         })?;

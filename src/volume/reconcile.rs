@@ -14,11 +14,11 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use futures_util::{StreamExt as _, stream};
-use tokio::sync::Notify;
+use tokio::{sync::Notify, time::error::Elapsed};
 
 use super::{
     Node, VolumeError,
@@ -29,7 +29,7 @@ use super::{
     layout,
     places::{Places, absent_is_none, is_kubelets},
     progress::Progress,
-    record::{Held, Phase, Record, Records, Target},
+    record::{Held, Phase, Record, Target},
     remote,
     spec::{Call, Use},
 };
@@ -50,21 +50,55 @@ use crate::{
 /// How many volumes of another driver are examined at once.
 const AT_ONCE: usize = 8;
 
+/// Between two tries to read the records of inline volumes.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// How long the state directory may take before it is reported.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(5);
+
 /// Volumes of an earlier agent, or of another driver, that are not recovered yet: no call
 /// may act on them.
 #[derive(Debug, Default)]
 pub struct Unrecovered {
-    /// The records are read.
+    /// The records are read, but for those of inline volumes.
     are_read: AtomicBool,
+    /// The records of inline volumes, which are on another disk.
+    inline: Mutex<InlineRecords>,
     /// Volumes without a record, which may be another driver's.
     volumes: Mutex<HashSet<String>>,
     changed: Notify,
+}
+
+/// How far the reading of inline volumes' records has come.
+#[derive(Debug)]
+enum InlineRecords {
+    /// The agent began at this time.
+    Reading(Instant),
+    /// The last try failed; there will be another.
+    Failed(String),
+    /// The volumes are recovered.
+    Recovered,
+}
+
+impl Default for InlineRecords {
+    fn default() -> Self {
+        Self::Reading(Instant::now())
+    }
 }
 
 impl Unrecovered {
     /// Nothing can panic under this lock.
     fn volumes(&self) -> MutexGuard<'_, HashSet<String>> {
         self.volumes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Nothing can panic under this lock.
+    fn inline(&self) -> MutexGuard<'_, InlineRecords> {
+        self.inline.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn has_inline(&self) -> bool {
+        !matches!(*self.inline(), InlineRecords::Recovered)
     }
 
     fn remove(&self, volume_id: &str) {
@@ -80,14 +114,57 @@ impl Unrecovered {
 impl Node {
     /// Waits until the volume, if there is one, is recovered.
     pub async fn recovered(&self, volume_id: &str, deadline: Duration) -> Result<(), VolumeError> {
+        let waits = || self.unrecovered.has(volume_id);
+        let waited = self.while_unrecovered(waits, deadline).await;
+        waited.map_err(|_| Cause::NotRecovered.of(volume_id))
+    }
+
+    /// The same for a call that may be on an inline volume: it is one if no other has the
+    /// handle.
+    pub async fn inline_recovered(
+        &self,
+        volume_id: &str,
+        deadline: Duration,
+    ) -> Result<(), VolumeError> {
+        let is_known = || {
+            let volume = self.known(volume_id);
+            volume.is_some_and(|volume| volume.record().is_some())
+        };
+        let waits = || self.unrecovered.has_inline() && !is_known();
+        let waited = self.while_unrecovered(waits, deadline).await;
+        waited.map_err(|_| {
+            let cause = self.unread_records().map(Cause::RecordsUnread);
+            cause.unwrap_or(Cause::NotRecovered).of(volume_id)
+        })
+    }
+
+    async fn while_unrecovered(
+        &self,
+        waits: impl Fn() -> bool,
+        deadline: Duration,
+    ) -> Result<(), Elapsed> {
         let recovered = async {
-            while self.unrecovered.has(volume_id) {
+            while waits() {
                 // Changed on this thread alone: not before this is polled.
                 self.unrecovered.changed.notified().await;
             }
         };
-        let waited = tokio::time::timeout(deadline, recovered).await;
-        waited.map_err(|_| Cause::NotRecovered.of(volume_id))
+        tokio::time::timeout(deadline, recovered).await
+    }
+
+    /// Why the records of inline volumes are not read, if that takes too long.
+    pub fn unread_records(&self) -> Option<String> {
+        let state = self.unrecovered.inline();
+        let why = match &*state {
+            InlineRecords::Recovered => return None,
+            InlineRecords::Reading(since) if since.elapsed() < ANSWERS_WITHIN => return None,
+            InlineRecords::Reading(_) => "it does not answer",
+            InlineRecords::Failed(error) => error,
+        };
+        let dir = self.records.inline_dir().display();
+        Some(format!(
+            "cannot read the records of inline volumes in {dir}: {why}"
+        ))
     }
 
     /// Recovers the volumes of an earlier agent, by its records, and those that another
@@ -98,51 +175,86 @@ impl Node {
         let places = self.places.clone();
         let read = self.lanes.run("", "recover", move || {
             hold_point("recover", "records");
-            Inventory::read(&backends, &records, &places)
+            let records = records.load(backends.boot_id())?;
+            let mounts = table::list()?;
+            let inventory = Inventory::of(records, &mounts, &backends, &places);
+            let others = of_others(&mounts, &inventory.volumes, &places);
+            Ok::<_, io::Error>((inventory, others))
         });
-        let inventory = read.await?;
-        for (record, targets) in inventory.volumes {
-            tracing::info!(
-                volume_id = record.volume_id,
-                state = record.phase.as_str(),
-                targets = targets.len(),
-                "recovered from its record"
-            );
-            let volume = self.volume(&record.volume_id);
-            volume.hold(Some(Held { record, targets }));
-            // Other calls are answered meanwhile.
-            tokio::task::yield_now().await;
-        }
-        let others: HashSet<_> = inventory.others.iter().map(|(id, _)| id.clone()).collect();
-        *self.unrecovered.volumes() = others;
+        let (inventory, others) = read.await?;
+        hold(&self, inventory.volumes).await;
+        *self.unrecovered.volumes() = others.iter().map(|(id, _)| id.clone()).collect();
         self.unrecovered.are_read.store(true, Relaxed);
         self.unrecovered.changed.notify_waiters();
-        for (id, target) in inventory.orphans {
-            delete_orphan(&self, id, target);
-        }
+        ring::spawn(recover_inline(Arc::clone(&self)));
         claims::keep(&self);
-        take_over(&self, inventory.others).await;
+        take_over(&self, others).await;
         Ok(())
     }
 }
 
-/// The state that an earlier agent or another driver left.
+/// Recovers the inline volumes of an earlier agent. Their records are on a disk that may
+/// hang or fail; other volumes do not wait for it.
+async fn recover_inline(node: Arc<Node>) {
+    let inventory = loop {
+        let (backends, records) = (Arc::clone(&node.backends), node.records.clone());
+        let places = node.places.clone();
+        let read = node.lanes.run("", "recover", move || {
+            hold_point("recover", "inline");
+            let records = records.load_inline()?;
+            let mounts = table::list()?;
+            Ok(Inventory::of(records, &mounts, &backends, &places))
+        });
+        let error: io::Error = match read.await {
+            Ok(inventory) => break inventory,
+            Err(error) => error,
+        };
+        let dir = node.records.inline_dir().display();
+        tracing::error!(%dir, %error, "cannot read the records of inline volumes; calls on them wait");
+        *node.unrecovered.inline() = InlineRecords::Failed(error.to_string());
+        tokio::time::sleep(RETRY).await;
+    };
+    hold(&node, inventory.volumes).await;
+    *node.unrecovered.inline() = InlineRecords::Recovered;
+    node.unrecovered.changed.notify_waiters();
+    for (id, target) in inventory.orphans {
+        delete_orphan(&node, id, target);
+    }
+}
+
+/// Holds volumes that were found by their records.
+async fn hold(node: &Arc<Node>, volumes: Vec<(Record, BTreeMap<PathBuf, Target>)>) {
+    for (record, targets) in volumes {
+        tracing::info!(
+            volume_id = record.volume_id,
+            state = record.phase.as_str(),
+            targets = targets.len(),
+            "recovered from its record"
+        );
+        let volume = node.volume(&record.volume_id);
+        volume.hold(Some(Held { record, targets }));
+        // Other calls are answered meanwhile.
+        tokio::task::yield_now().await;
+    }
+}
+
+/// The volumes that an earlier agent left.
 struct Inventory {
     volumes: Vec<(Record, BTreeMap<PathBuf, Target>)>,
     /// Inline volumes whose pod is gone, and where they were published.
     orphans: Vec<(String, PathBuf)>,
-    /// Mounts of devices that no record knows: which volumes they would be, and
-    /// where those would be staged.
-    others: Vec<(String, PathBuf)>,
 }
 
 impl Inventory {
-    /// Reads the records and the mount table.
-    fn read(backends: &Backends, records: &Records, places: &Places) -> io::Result<Self> {
+    /// By the records and the mount table.
+    fn of(
+        records: Vec<Record>,
+        mounts: &[MountEntry],
+        backends: &Backends,
+        places: &Places,
+    ) -> Self {
         let boot_id = backends.boot_id();
-        let records = records.load(boot_id)?;
-        let mounts = table::list()?;
-        let index = Index::of(&mounts);
+        let index = Index::of(mounts);
         // Of several volumes that are the same directory.
         let is_shared = |record: &Record| {
             let is_same = |other: &&Record| other.source.is_same(&record.source);
@@ -153,7 +265,6 @@ impl Inventory {
         let mut inventory = Self {
             volumes: Vec::with_capacity(records.len()),
             orphans: Vec::new(),
-            others: Vec::new(),
         };
         for mut record in records {
             // An earlier agent may not have completed it.
@@ -187,24 +298,27 @@ impl Inventory {
             }
             inventory.volumes.push((record, targets));
         }
-        let devices = inventory
-            .volumes
-            .iter()
-            .flat_map(|(record, _)| &record.device);
-        let known: HashSet<_> = devices.map(|device| device.dev).collect();
-        let ids: HashSet<_> = inventory
-            .volumes
-            .iter()
-            .map(|(record, _)| &record.volume_id[..])
-            .collect();
-        inventory.others = mounts
-            .iter()
-            .filter(|entry| !known.contains(&entry.dev))
-            .filter_map(|entry| unknown(entry, places))
-            .filter(|(id, _)| !ids.contains(&id[..]))
-            .collect();
-        Ok(inventory)
+        inventory
     }
+}
+
+/// Mounts of devices that no record knows: which volumes they would be, and where those
+/// would be staged.
+fn of_others(
+    mounts: &[MountEntry],
+    volumes: &[(Record, BTreeMap<PathBuf, Target>)],
+    places: &Places,
+) -> Vec<(String, PathBuf)> {
+    let records = || volumes.iter().map(|(record, _)| record);
+    let devices = records().flat_map(|record| &record.device);
+    let known: HashSet<_> = devices.map(|device| device.dev).collect();
+    let ids: HashSet<_> = records().map(|record| &record.volume_id[..]).collect();
+    mounts
+        .iter()
+        .filter(|entry| !known.contains(&entry.dev))
+        .filter_map(|entry| unknown(entry, places))
+        .filter(|(id, _)| !ids.contains(&id[..]))
+        .collect()
 }
 
 /// Which volume is mounted here and where it is staged, if another driver has staged

@@ -221,47 +221,41 @@ pub struct Records {
 }
 
 impl Records {
-    /// Opens the stores, making their directories.
+    /// Opens the stores. The state directory is on a disk that may hang, so
+    /// [`Records::load_inline`] makes its directory.
     pub fn open(run_dir: &Path, state_dir: &Path) -> io::Result<Self> {
         let records = Self {
             volumes: run_dir.join("volumes"),
             inline: state_dir.join("inline"),
         };
-        for dir in [&records.volumes, &records.inline] {
-            std::fs::create_dir_all(dir)?;
-        }
+        std::fs::create_dir_all(&records.volumes)?;
         Ok(records)
     }
 
-    /// Every record of this boot, and of every boot for inline volumes.
-    /// Files that cannot be read are named in the log and left alone. For a lane,
-    /// which it blocks.
+    /// The directory of inline volumes' records.
+    pub fn inline_dir(&self) -> &Path {
+        &self.inline
+    }
+
+    /// The records of this boot, but those of inline volumes.
     pub fn load(&self, boot_id: &str) -> io::Result<Vec<Record>> {
         let mut loaded = Vec::new();
-        for dir in [&self.inline, &self.volumes] {
-            for entry in std::fs::read_dir(dir)? {
-                let path = entry?.path();
-                if path.extension().is_none_or(|e| e != "json") {
-                    continue;
-                }
-                let parsed = std::fs::read(&path).and_then(|bytes| {
-                    serde_json::from_slice::<Record>(&bytes).map_err(io::Error::from)
-                });
-                match parsed {
-                    Ok(record) if record.inline.is_some() || record.boot_id == boot_id => {
-                        loaded.push(record);
-                    }
-                    Ok(_) => {
-                        // Its device and mounts went with the other boot.
-                        std::fs::remove_file(&path)?;
-                    }
-                    Err(error) => {
-                        tracing::error!(path = %path.display(), %error, "cannot read a volume's record; leaving it alone");
-                    }
-                }
+        for (path, record) in read_all(&self.volumes)? {
+            if record.boot_id == boot_id {
+                loaded.push(record);
+            } else {
+                // Its device and mounts went with the other boot.
+                std::fs::remove_file(&path)?;
             }
         }
         Ok(loaded)
+    }
+
+    /// The records of inline volumes, of every boot. For a lane, which it blocks.
+    pub fn load_inline(&self) -> io::Result<Vec<Record>> {
+        std::fs::create_dir_all(&self.inline)?;
+        let all = read_all(&self.inline)?;
+        Ok(all.into_iter().map(|(_, record)| record).collect())
     }
 
     /// Writes the record of a volume down. Of an inline volume it blocks until its disk
@@ -287,4 +281,24 @@ impl Records {
         let name = digest::sha256_hex(volume_id) + ".json";
         (directory.join(name), durability)
     }
+}
+
+/// Every record in the directory. Files that are none are named in the log and left alone.
+fn read_all(dir: &Path) -> io::Result<Vec<(PathBuf, Record)>> {
+    let mut all = Vec::new();
+    for entry in std::fs::read_dir(dir)? {
+        let path = entry?.path();
+        if path.extension().is_none_or(|e| e != "json") {
+            continue;
+        }
+        let parsed = std::fs::read(&path)
+            .and_then(|bytes| serde_json::from_slice::<Record>(&bytes).map_err(io::Error::from));
+        match parsed {
+            Ok(record) => all.push((path, record)),
+            Err(error) => {
+                tracing::error!(path = %path.display(), %error, "cannot read a volume's record; leaving it alone");
+            }
+        }
+    }
+    Ok(all)
 }

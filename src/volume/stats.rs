@@ -141,6 +141,7 @@ impl Node {
             Cause::NotFound(what).of(&volume_id)
         };
         self.recovered(&volume_id, deadline).await?;
+        self.inline_recovered(&volume_id, deadline).await?;
         let volume = self.known(&volume_id).ok_or_else(not_there)?;
         let record = volume.record().ok_or_else(not_there)?;
         let path = self.places.canonical(&path);

@@ -134,8 +134,8 @@ fn a_hung_state_directory_delays_only_inline_volumes() {
         let mut disk = HungPool::new(sandbox, "ext4");
         let hung = sandbox.pool(HungPool::NAME);
         fs::create_dir_all(&node.state_dir).unwrap();
-        let [hung, state_dir] = [&hung, &node.state_dir].map(|path| path.to_str().unwrap());
-        run(&["mount", "--bind", hung, state_dir]);
+        let hung = hung.to_str().unwrap();
+        run(&["mount", "--bind", hung, node.state_dir.to_str().unwrap()]);
         node.start_first().await;
         disk.stop(Phase::Use).await;
         let kubelets = node.timeout.replace(Duration::from_secs(5));
@@ -161,6 +161,68 @@ fn a_hung_state_directory_delays_only_inline_volumes() {
             let unpublish = async || node.unpublish(volume, "pod").await;
             node.retry_until_ok("unpublished", unpublish).await;
         }
+
+        // The next agent cannot read what this one has written.
+        let (kept, other) = (inline("kept"), sandbox.volume("next", "ext4"));
+        node.send_publish(publish(&node, &kept)).await.unwrap();
+        node.up(&other, "pod").await;
+        node.kill9().await;
+        // The kernel may have the records in memory.
+        let held = node.hold("recover", "inline");
+        disk.stop(Phase::Use).await;
+        node.restart().await;
+        node.down(&other, "pod").await;
+        let target = node.up(&other, "pod").await;
+        Content::new("next").write(&target.join("file"));
+        node.wait_for_log("cannot read the records of inline volumes")
+            .await;
+        let target = node.target(&kept, "pod");
+        node.timeout.set(Duration::from_secs(2));
+        for answer in [
+            node.unpublish(&kept, "pod").await,
+            node.send_publish(publish(&node, &inline("new"))).await,
+            node.stats(&kept, &target).await.map(drop),
+        ] {
+            let words = ["inline", "does not answer", "state-node-a"];
+            refused(answer, Unavailable, &words);
+        }
+        drop(held);
+        disk.resume().await;
+        node.timeout.set(kubelets);
+        let unpublish = async || node.unpublish(&kept, "pod").await;
+        node.retry_until_ok("unpublished", unpublish).await;
+        node.down(&other, "pod").await;
+        fs::remove_file(sandbox.image(&other)).unwrap();
+        assert_eq!(images(sandbox), [""; 0]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_state_directory_that_fails_delays_only_inline_volumes() {
+    story(async |sandbox| {
+        let mut node = Node::prepare(sandbox, with_inline(sandbox));
+        // No directory can be there.
+        let records = node.state_dir.join("inline");
+        fs::create_dir_all(&node.state_dir).unwrap();
+        fs::write(&records, "").unwrap();
+        node.start_first().await;
+        let other = sandbox.volume("other", "ext4");
+        node.up(&other, "pod").await;
+        node.down(&other, "pod").await;
+        node.timeout.set(Duration::from_secs(2));
+        let volume = inline("a");
+        let answer = node.send_publish(publish(&node, &volume)).await;
+        let words = ["inline", records.to_str().unwrap(), "exists"];
+        refused(answer, Unavailable, &words);
+        node.wait_for_log("cannot read the records of inline volumes")
+            .await;
+
+        fs::remove_file(&records).unwrap();
+        node.timeout.set(Duration::from_secs(60));
+        node.send_publish(publish(&node, &volume)).await.unwrap();
+        node.unpublish(&volume, "pod").await.unwrap();
+        fs::remove_file(sandbox.image(&other)).unwrap();
         assert_eq!(images(sandbox), [""; 0]);
         node.assert_clean().await;
     });
