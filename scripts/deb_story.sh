@@ -26,7 +26,8 @@ inside mount --make-rshared /
 echo "installing the package"
 inside apt-get install -y --no-install-recommends /uring-csi.deb
 units=(uring-csi-node uring-csi-controller uring-csi-holder)
-inside systemd-analyze verify "${units[@]/%/.service}"
+inside systemd-analyze verify "${units[@]/%/.service}" uring-csi-volumes.service \
+  uring-csi-volume@data.service
 for unit in "${units[@]}"; do
   [[ $(inside systemctl is-active "$unit") == inactive ]]
   [[ $(inside systemctl is-enabled "$unit") == disabled ]]

@@ -56,8 +56,8 @@ SIDECARS = {
     "csi-node-driver-registrar": """--csi-address --timeout --kubelet-registration-path
         --plugin-registration-path --http-endpoint""",
     "livenessprobe": "--csi-address --probe-timeout --http-endpoint --metrics-path",
-    # That of csi-addons.
-    "k8s-sidecar": """--csi-addons-address --node-id --controller-ip --controller-port --pod
+    # That of csi-addons. Not --controller-ip, with which the manager cannot find the pod.
+    "k8s-sidecar": """--csi-addons-address --node-id --controller-port --pod
         --namespace --pod-uid --stagingpath --timeout --enable-auth
         --leader-election-namespace --leader-election-lease-duration
         --leader-election-renew-deadline --leader-election-retry-period""",

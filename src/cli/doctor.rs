@@ -262,15 +262,25 @@ impl Machine {
                 "sysctl kernel.io_uring_disabled=0, and in /etc/sysctl.d",
             ),
             (_, Ok(())) => Check::good(name, "a ring can be made"),
+            ("1", Err(error)) if refused(&error) => Check::bad(
+                name,
+                format!("io_uring_setup: {error}, with kernel.io_uring_disabled 1"),
+                "run it as root, with CAP_SYS_ADMIN, or sysctl kernel.io_uring_disabled=0",
+            ),
             (_, Err(error)) if refused(&error) => Check::bad(
                 name,
                 format!("io_uring_setup: {error}"),
                 "allow io_uring in the container's seccomp profile, or run the container privileged",
             ),
-            (_, Err(error)) => Check::bad(
+            (_, Err(error)) if error.kind() == io::ErrorKind::Unsupported => Check::bad(
                 name,
                 format!("io_uring_setup: {error}"),
                 "boot a kernel with CONFIG_IO_URING",
+            ),
+            (_, Err(error)) => Check::bad(
+                name,
+                format!("io_uring_setup: {error}"),
+                "raise the limits of descriptors and locked memory",
             ),
         }
     }

@@ -176,6 +176,11 @@ pub enum CliError {
         /// What stands against it.
         why: String,
     },
+    /// A volume that a file may ask for, while no file counts.
+    #[error(
+        "volumes that files ask for are parked, and {0} may be one of them; `uringctl unpark` ends that"
+    )]
+    Parked(String),
     /// The directory of the volume manager, which is missing while volumes of its files are there.
     #[error(
         "{} is gone, and volumes of its files are still on this node: a new one would take them \
@@ -281,6 +286,7 @@ impl CliError {
             Self::InUse(_)
             | Self::HeldHere { .. }
             | Self::DirectoryGone(_)
+            | Self::Parked(_)
             | Self::Managed { .. }
             | Self::CannotPersist { .. } => 5,
         }

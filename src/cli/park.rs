@@ -6,7 +6,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::{answer::Answer, context::Context, error::CliError, wanted::LOOK_EVERY};
-use crate::proto::admin::ParkVolumesRequest;
+use crate::proto::admin::{ParkVolumesRequest, WantedVolume};
 
 /// Unmounts and detaches all volumes that files ask for, until the machine's next boot
 #[derive(Args, Debug)]
@@ -23,7 +23,7 @@ pub struct Park {}
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Example:
-  uringctl unpark && uringctl wait data")]
+  uringctl unpark")]
 pub struct Unpark {}
 
 /// Whether the volumes are parked.
@@ -47,20 +47,25 @@ impl Park {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<ParkAnswer, CliError> {
         let until = Instant::now() + context.node_socket.timeout;
-        context.park_volumes(true).await?;
         loop {
-            let left = context.list_wanted().await?.volumes.into_iter().next();
-            let Some(volume) = left else {
-                return Ok(ParkAnswer { parked: true });
+            // An agent that starts does not answer for a while.
+            let left = match context.parked_volumes().await {
+                Err(error) if error.is_uncertain() => Err(error),
+                left => Ok(left?.into_iter().next()),
             };
-            if Instant::now() + LOOK_EVERY > until {
-                return Err(CliError::NotYet {
-                    name: volume.name,
-                    state: "gone",
-                    missing: format!("it is {}: {}", volume.state, volume.detail),
-                });
+            let is_late = Instant::now() + LOOK_EVERY > until;
+            match left {
+                Ok(None) => return Ok(ParkAnswer { parked: true }),
+                Err(error) if is_late => return Err(error),
+                Ok(Some(volume)) if is_late => {
+                    return Err(CliError::NotYet {
+                        name: volume.name,
+                        state: "gone",
+                        missing: format!("it is {}: {}", volume.state, volume.detail),
+                    });
+                }
+                _ => tokio::time::sleep(LOOK_EVERY).await,
             }
-            tokio::time::sleep(LOOK_EVERY).await;
         }
     }
 }
@@ -74,6 +79,12 @@ impl Unpark {
 }
 
 impl Context {
+    /// Parks the volumes, also again; those that are still to go.
+    async fn parked_volumes(&self) -> Result<Vec<WantedVolume>, CliError> {
+        self.park_volumes(true).await?;
+        Ok(self.list_wanted().await?.volumes)
+    }
+
     async fn park_volumes(&self, parked: bool) -> Result<(), CliError> {
         let request = ParkVolumesRequest { parked };
         self.admin("park the volumes", request, async |mut client, request| {

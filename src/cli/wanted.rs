@@ -474,6 +474,17 @@ impl Remove {
     }
 }
 
+/// Whether two paths, of which the last parts may be missing, are of one place.
+fn is_same_place(one: &Path, other: &Path) -> bool {
+    let place = |path: &Path| {
+        let absolute = std::path::absolute(path).ok()?;
+        let there = absolute.ancestors().find(|above| above.exists())?;
+        let below = absolute.strip_prefix(there).ok()?;
+        Some(there.canonicalize().ok()?.join(below))
+    };
+    place(one).is_some_and(|it| Some(it) == place(other))
+}
+
 impl Context {
     /// The directory that the node agent follows.
     pub async fn volumes_dir(&self) -> Result<VolumesDir, CliError> {
@@ -494,7 +505,7 @@ impl Context {
             return Ok(());
         }
         let is_followed = match self.agent_info().await {
-            Ok(agent) => Path::new(&agent.volumes_dir) == path,
+            Ok(agent) => is_same_place(Path::new(&agent.volumes_dir), path),
             Err(CliError::Unreachable { .. }) => false,
             Err(error) => return Err(error),
         };
@@ -578,7 +589,11 @@ impl Context {
         if self.agent_info().await?.volumes_dir.is_empty() {
             return Ok(());
         }
-        let mut wanted = self.wanted().await?.into_iter();
+        let listed = self.list_wanted().await?;
+        if listed.parked {
+            return Err(CliError::Parked(volume.to_owned()));
+        }
+        let mut wanted = listed.volumes.into_iter();
         match wanted.find(|it| it.volume_id == volume_id && it.is_wanted && is_it(it)) {
             None => Ok(()),
             Some(WantedVolume { name, .. }) => Err(CliError::Managed {

@@ -310,17 +310,9 @@ impl BackendVolume for BoundImage<'_> {
         if options.gives_out_raw() {
             format_marker.clear()?;
         }
-        let attached = loop_attach::attach_loop(self.source, pool, (&file, &stat), options);
-        let attached = attached.and_then(|(device, exclusive)| match &before {
-            Some(held) if exclusive.is_none() && held.is_of_other(&options.volume_id) => {
-                Err(DeviceError::AttachedFor {
-                    image: pool.image_path(image),
-                    device: device.node,
-                    volume: held.volume_id.clone(),
-                })
-            }
-            _ => Ok((device, exclusive)),
-        });
+        let other = before.as_ref().map(|held| &*held.volume_id);
+        let other = other.filter(|other| !other.is_empty() && *other != options.volume_id);
+        let attached = loop_attach::attach_loop(self.source, pool, (&file, &stat), options, other);
         if attached.is_err() && claimed == Done::Now {
             // The caller gets the error of the attach. A claim that this node held before
             // may be that of a device, whose record is lost.

@@ -21,12 +21,14 @@ use crate::{
 };
 
 /// Attaches the image as a loop device, or finds it attached as it should be. Returns the
-/// descriptor of a device that it attached.
+/// descriptor of a device that it attached. `other`: another volume for which this node has
+/// claimed the image, and which may have it attached.
 pub fn attach_loop(
     source: &ImageSource,
     pool: &Pool,
     (file, stat): (&File, &Stat),
     options: &AttachOptions,
+    other: Option<&str>,
 ) -> Result<(Device, Option<OwnedFd>), DeviceError> {
     let path = pool.image_path(&source.image);
     let id = FileId::from(stat);
@@ -44,6 +46,13 @@ pub fn attach_loop(
         Some(true) | None => attached_to(id, &source.image, options.known.as_deref())?,
     };
     if let Some(found) = found {
+        if let Some(volume) = other {
+            return Err(DeviceError::AttachedFor {
+                image: path,
+                device: found.attached.device.node,
+                volume: volume.to_owned(),
+            });
+        }
         let is_known = options.known.as_deref() == Some(&*found.attached.device.node);
         // Other readers keep their device; this one gets another.
         let another = options.shared && options.read_only && found.busy && !is_known;

@@ -14,7 +14,6 @@ use super::{
     plan::Actual,
     run::Manager,
     state::{BAD, BLOCKED, CHANGING, READY},
-    table::DesiredTable,
 };
 
 /// How long a listing waits for the directory.
@@ -62,6 +61,7 @@ impl Manager {
             let path = self.directory.path().display();
             io::Error::new(error.kind(), format!("cannot read {path}: {error}"))
         };
+        self.refuse_unloaded()?;
         let mut content = self.read_in_time().await?.map_err(unreadable)?;
         for (name, text) in files {
             content.replace(name, text);
@@ -70,11 +70,11 @@ impl Manager {
             let state = self.state();
             (state.applied.clone(), state.is_parked)
         };
-        let table = if is_parked {
-            DesiredTable::default()
-        } else {
-            self.desired(&content, &applied)
-        };
+        let mut table = self.desired(&content, &applied);
+        if is_parked {
+            table.volumes.clear();
+            table.incomplete = None;
+        }
         let actual = self.actual(applied.clone()).await?;
         let mut rows: Vec<_> = dry_run(&table, &actual)
             .into_iter()
@@ -124,13 +124,19 @@ impl Manager {
     /// Every volume that a file asks for, or that is still to go, and every file that asks for
     /// none.
     pub async fn list(&self) -> io::Result<Vec<WantedState>> {
-        let read = self.read_in_time().await?;
+        self.refuse_unloaded()?;
+        // While the volumes are parked no file counts.
+        let read = if self.is_parked() {
+            None
+        } else {
+            self.read_in_time().await?.ok()
+        };
         let (plan, actual) = self.plan().await?;
         let now = Instant::now();
         let state = self.state();
         // A file that was written just now counts as a change that is to come.
         let changed = match (read, &state.content) {
-            (Ok(content), Some(before)) => content.changed_since(before),
+            (Some(content), Some(before)) => content.changed_since(before),
             _ => BTreeSet::new(),
         };
         let applied = (actual.iter()).filter(|(_, actual)| actual.applied.is_some());
@@ -194,7 +200,6 @@ impl Manager {
 
     /// What is in the directory now, if it answers in time.
     async fn read_in_time(&self) -> io::Result<io::Result<DirectoryContent>> {
-        self.refuse_unloaded()?;
         let read = tokio::time::timeout(READ_WITHIN, self.read()).await;
         let path = self.directory.path().display();
         read.map_err(|_| io::Error::other(format!("{path} does not answer")))

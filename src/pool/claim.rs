@@ -111,11 +111,6 @@ impl Claim {
         self.node_id.strip_prefix(CONTROLLER)
     }
 
-    /// Whether a node made it for another volume than this.
-    pub fn is_of_other(&self, volume_id: &str) -> bool {
-        !self.volume_id.is_empty() && self.volume_id != volume_id
-    }
-
     /// This claim, which conflicts with all that `held` conflicts with.
     fn keeping(&self, held: &Self) -> Self {
         Self {

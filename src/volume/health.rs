@@ -1,7 +1,11 @@
 //! The conditions of a volume on this node, found without touching its device: a volume
 //! without any is healthy. And the conditions of the agent itself.
 
-use std::{os::fd::AsFd as _, sync::Arc, time::Duration};
+use std::{
+    os::fd::AsFd as _,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::{
     Node, VolumeError,
@@ -122,8 +126,10 @@ impl Node {
         volume_id: String,
         deadline: Duration,
     ) -> Result<Vec<HealthCondition>, VolumeError> {
+        let begun = Instant::now();
         self.recovered(&volume_id, deadline).await?;
-        self.inline_recovered(&volume_id, deadline).await?;
+        let left = deadline.saturating_sub(begun.elapsed());
+        self.inline_recovered(&volume_id, left).await?;
         let volume = self.known(&volume_id).ok_or_else(|| {
             Cause::NotFound("this node does not hold it".to_owned()).of(&volume_id)
         })?;

@@ -70,20 +70,17 @@ pub struct Unrecovered {
 }
 
 /// How far the reading of inline volumes' records has come.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 enum InlineRecords {
-    /// The agent began at this time.
+    /// The others come first.
+    #[default]
+    NotBegun,
+    /// Since this time.
     Reading(Instant),
     /// The last try failed; there will be another.
     Failed(String),
     /// The volumes are recovered.
     Recovered,
-}
-
-impl Default for InlineRecords {
-    fn default() -> Self {
-        Self::Reading(Instant::now())
-    }
 }
 
 impl Unrecovered {
@@ -156,7 +153,7 @@ impl Node {
     pub fn unread_records(&self) -> Option<String> {
         let state = self.unrecovered.inline();
         let why = match &*state {
-            InlineRecords::Recovered => return None,
+            InlineRecords::NotBegun | InlineRecords::Recovered => return None,
             InlineRecords::Reading(since) if since.elapsed() < ANSWERS_WITHIN => return None,
             InlineRecords::Reading(_) => "it does not answer",
             InlineRecords::Failed(error) => error,
@@ -196,6 +193,7 @@ impl Node {
 /// Recovers the inline volumes of an earlier agent. Their records are on a disk that may
 /// hang or fail; other volumes do not wait for it.
 async fn recover_inline(node: Arc<Node>) {
+    *node.unrecovered.inline() = InlineRecords::Reading(Instant::now());
     let inventory = loop {
         let (backends, records) = (Arc::clone(&node.backends), node.records.clone());
         let places = node.places.clone();

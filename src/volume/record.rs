@@ -283,7 +283,8 @@ impl Records {
     }
 }
 
-/// Every record in the directory. Files that are none are named in the log and left alone.
+/// Every record in the directory; fails if one cannot be read. Files that are none are named in
+/// the log and left alone.
 fn read_all(dir: &Path) -> io::Result<Vec<(PathBuf, Record)>> {
     let mut all = Vec::new();
     for entry in std::fs::read_dir(dir)? {
@@ -291,9 +292,12 @@ fn read_all(dir: &Path) -> io::Result<Vec<(PathBuf, Record)>> {
         if path.extension().is_none_or(|e| e != "json") {
             continue;
         }
-        let parsed = std::fs::read(&path)
-            .and_then(|bytes| serde_json::from_slice::<Record>(&bytes).map_err(io::Error::from));
-        match parsed {
+        // A failing disk may have the record of a volume that is here.
+        let bytes = match std::fs::read(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            bytes => bytes?,
+        };
+        match serde_json::from_slice::<Record>(&bytes) {
             Ok(record) => all.push((path, record)),
             Err(error) => {
                 tracing::error!(path = %path.display(), %error, "cannot read a volume's record; leaving it alone");

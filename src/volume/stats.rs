@@ -140,8 +140,10 @@ impl Node {
             let what = format!("it is not at {} on this node", path.display());
             Cause::NotFound(what).of(&volume_id)
         };
+        let begun = Instant::now();
         self.recovered(&volume_id, deadline).await?;
-        self.inline_recovered(&volume_id, deadline).await?;
+        let left = deadline.saturating_sub(begun.elapsed());
+        self.inline_recovered(&volume_id, left).await?;
         let volume = self.known(&volume_id).ok_or_else(not_there)?;
         let record = volume.record().ok_or_else(not_there)?;
         let path = self.places.canonical(&path);

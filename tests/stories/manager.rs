@@ -946,6 +946,10 @@ fn parked_volumes_are_gone_until_the_next_boot() {
         .await;
         let (_, planned, _) = machine.operator.run(&["plan", "--json"]);
         assert!(!planned.contains("three"), "{planned}");
+        let bad = sandbox.dir().join("bad.toml");
+        fs::write(&bad, machine.file("bad", "mount", "options = ['no-such']")).unwrap();
+        let (code, _, error) = machine.operator.run(&["apply", bad.to_str().unwrap()]);
+        assert_eq!(code, 2, "{error}");
 
         let (code, _, error) = machine.operator.run(&["unpark"]);
         assert_eq!(code, 0, "{error}");

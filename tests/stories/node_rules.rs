@@ -20,7 +20,7 @@ type Wrong<T> = (&'static str, fn(&mut T));
 
 /// Longer than any id may be.
 fn long() -> String {
-    "x".repeat(129)
+    "x".repeat(1025)
 }
 
 /// More than a map may hold.

@@ -6,8 +6,9 @@ use testkit::{
 };
 use tonic::Code::{FailedPrecondition, ResourceExhausted, Unimplemented};
 use uring_csi::proto::csi::{
-    CreateVolumeRequest, NodeGetInfoRequest, NodeStageVolumeRequest, node_client::NodeClient,
-    volume_capability::access_mode::Mode::SingleNodeReaderOnly,
+    CreateVolumeRequest, NodeGetInfoRequest, NodeStageVolumeRequest,
+    node_client::NodeClient,
+    volume_capability::access_mode::Mode::{MultiNodeReaderOnly, SingleNodeReaderOnly},
 };
 
 /// A node with a local pool of its own and one that all share.
@@ -89,7 +90,13 @@ fn a_refused_stage_keeps_the_claim_of_an_attached_image() {
         reader.capability.access_mode.as_mut().unwrap().mode = SingleNodeReaderOnly.into();
         let mut renamed = volume.clone();
         renamed.handle = "another-handle".to_owned();
-        for (other, word) in [(&reader, "writable"), (&renamed, "volume shared")] {
+        let mut readers = renamed.clone();
+        readers.capability.access_mode.as_mut().unwrap().mode = MultiNodeReaderOnly.into();
+        for (other, word) in [
+            (&reader, "writable"),
+            (&renamed, "volume shared"),
+            (&readers, "volume shared"),
+        ] {
             let words = ["/dev/loop", word];
             refused(a.stage(other).await, FailedPrecondition, &words);
             refused(b.stage(&volume).await, FailedPrecondition, &["node-a"]);

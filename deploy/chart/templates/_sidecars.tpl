@@ -131,7 +131,6 @@ their devices busy. */ -}}
   args:
     - --csi-addons-address=unix://{{ .socket }}
     - --node-id=$(NODE_NAME)
-    - --controller-ip=$(POD_IP)
     - --controller-port={{ $values.ports.csiAddons }}
     - --pod=$(POD_NAME)
     - --namespace=$(POD_NAMESPACE)
@@ -141,10 +140,6 @@ their devices busy. */ -}}
     {{- end }}
   env:
     {{- include "uring-csi.nodeName" .root | nindent 4 }}
-    - name: POD_IP
-      valueFrom:
-        fieldRef:
-          fieldPath: status.podIP
     - name: POD_NAME
       valueFrom:
         fieldRef:

@@ -355,6 +355,7 @@ pub fn read_from_other_pools(
     uuid: Uuid,
 ) -> Result<Option<JournalEntry>, JournalError> {
     let cluster = pool.cluster();
+    let mut failed = None;
     for name in cluster.pools()? {
         let other = match cluster.ioctx(&*name, pool.namespace()) {
             // It was deleted.
@@ -370,10 +371,12 @@ pub fn read_from_other_pools(
             }
             // No pool that this user may read is the journal's.
             Err(JournalError::Ceph(error)) if error.is_access_denied() => {}
-            result => drop(result?),
+            // Another pool may be the journal's.
+            Err(error) => failed = Some(error),
+            Ok(_) => {}
         }
     }
-    Ok(None)
+    failed.map_or(Ok(None), Err)
 }
 
 /// The object of a volume's entry.

@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     cli::{answer::Answer, attach::absolute, context::Context, error::CliError},
+    error_chain,
     proto::csi::VolumeCapability,
 };
 
@@ -59,7 +60,14 @@ impl Clean {
             source,
         })?;
         for path in found {
-            let (place, record) = match Place::take_over(&path)? {
+            let found = match Place::take_over(&path) {
+                Ok(found) => found,
+                Err(error) => {
+                    cleaned.left.push(error_chain(&error));
+                    continue;
+                }
+            };
+            let (place, record) = match found {
                 FoundRun::UnderWay => {
                     cleaned.running.push(path);
                     continue;
@@ -73,12 +81,14 @@ impl Clean {
                 }
                 FoundRun::Killed(place, record) => (place, record),
             };
-            let socket = context.node_socket.endpoint.to_string();
-            if record.node_endpoint != socket {
-                let (path, other) = (path.display(), record.node_endpoint);
-                cleaned
-                    .others
-                    .push(format!("{path} (--node-endpoint {other})"));
+            let sockets = [&context.node_socket, &context.controller_socket]
+                .map(|socket| socket.endpoint.to_string());
+            if sockets != [&*record.node_endpoint, &*record.controller_endpoint] {
+                let (path, node) = (path.display(), record.node_endpoint);
+                let controller = record.controller_endpoint;
+                cleaned.others.push(format!(
+                    "{path} (--node-endpoint {node} --controller-endpoint {controller})"
+                ));
                 continue;
             }
             let left = undo(context, &kubelet_dir, place, *record).await?;

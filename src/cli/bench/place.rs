@@ -42,6 +42,7 @@ const DRAFT: &str = "run.new";
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
 pub struct Record {
     pub node_endpoint: String,
+    pub controller_endpoint: String,
     /// Their paths are those of their numbers.
     pub volumes: Vec<RecordedVolume>,
     /// How those with a name are created.
@@ -266,6 +267,7 @@ mod tests {
     fn record() -> Record {
         Record {
             node_endpoint: "unix:///x.sock".to_owned(),
+            controller_endpoint: "unix:///y.sock".to_owned(),
             volumes: Vec::new(),
             creation: Creation {
                 size: "64Mi".parse().unwrap(),

@@ -89,6 +89,7 @@ impl<'a> Session<'a> {
         });
         self.place.record(&Record {
             node_endpoint: self.load.endpoint.to_string(),
+            controller_endpoint: self.context.controller_socket.endpoint.to_string(),
             volumes: volumes.collect(),
             creation: self.creation.clone(),
         })
@@ -261,10 +262,10 @@ async fn delete_one(
     // volume then, so that it is created to the end. Nor do lists name directories of NFS
     // servers.
     if volume.handle.is_empty()
-        && create_one(context, load, how, volume, samples)
-            .await
-            .is_err()
+        && let Err(error) = create_one(context, load, how, volume, samples).await
     {
+        // A refusal may be about the secrets of this command, which are in no record.
+        volume.may_be.created |= is_about_caller(&error);
         return;
     }
     let handle = volume.handle.clone();
@@ -273,6 +274,21 @@ async fn delete_one(
     })
     .await;
     volume.may_be.created = deleted.is_err();
+}
+
+/// Whether another caller might get another answer.
+fn is_about_caller(error: &CliError) -> bool {
+    let CliError::Refused { status, .. } = error else {
+        return true;
+    };
+    matches!(
+        status.code(),
+        Code::FailedPrecondition
+            | Code::InvalidArgument
+            | Code::PermissionDenied
+            | Code::Unauthenticated
+            | Code::Unimplemented
+    )
 }
 
 /// Repeats a call of the controller while its answers are uncertain, for as long as one

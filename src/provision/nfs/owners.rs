@@ -13,8 +13,8 @@ use super::below::{absent_is_none, open_dir};
 
 /// In the share itself, and of the driver as `handle::DELETED`.
 const PROBE: &CStr = c".deleted-owner-probe";
-/// `nobody`, who owns no files.
-const OTHER: u32 = 65534;
+/// Neither root nor `nobody`, to whom servers map root.
+const OTHER: u32 = 65533;
 const SETGID: Mode = Mode::SGID.union(Mode::RWXU);
 
 /// Tries with a directory of another user what copies, `mountPermissions` and deletions need.
@@ -25,8 +25,12 @@ pub fn probe(share: &OwnedFd) -> io::Result<()> {
         Err(errno) => return Err(errno.into()),
     }
     let tried = try_as_other(share);
-    let removed = unlinkat(share, PROBE, AtFlags::REMOVEDIR);
-    // Another controller that starts may have removed it.
+    let removed = match unlinkat(share, PROBE, AtFlags::REMOVEDIR) {
+        // Another controller that starts is at it, and removes it.
+        Err(Errno::NOTEMPTY | Errno::EXIST) => Ok(()),
+        removed => removed,
+    };
+    // Or has removed it.
     absent_is_none(tried.and(removed.map_err(io::Error::from))).map(drop)
 }
 
@@ -45,8 +49,15 @@ fn try_as_other(share: &OwnedFd) -> io::Result<()> {
     if !Mode::from_raw_mode(fstat(&dir)?.st_mode).contains(Mode::SGID) {
         return Err(Errno::PERM.into());
     }
-    mkdirat(&dir, "entry", Mode::RWXU)?;
-    Ok(unlinkat(&dir, "entry", AtFlags::REMOVEDIR)?)
+    // One of a killed controller, or of another that starts, may be there.
+    match mkdirat(&dir, "entry", Mode::RWXU) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(errno) => return Err(errno.into()),
+    }
+    match unlinkat(&dir, "entry", AtFlags::REMOVEDIR) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
 }
 
 #[cfg(test)]
@@ -58,7 +69,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let share = opened(dir.path());
         // Of a killed controller.
-        std::fs::create_dir(dir.path().join(".deleted-owner-probe")).expect("made");
+        std::fs::create_dir_all(dir.path().join(".deleted-owner-probe/entry")).expect("made");
         for _ in 0..2 {
             probe(&share).expect("root may");
             assert_eq!(std::fs::read_dir(dir.path()).expect("read").count(), 0);

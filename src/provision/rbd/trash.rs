@@ -233,7 +233,7 @@ impl TrashPurger {
                 next
             };
             let Some((pool, image)) = next else { return };
-            let removal = RunningRemoval {
+            let _removal = RunningRemoval {
                 purger: self,
                 cluster,
                 key: key(&pool, &image),
@@ -243,7 +243,6 @@ impl TrashPurger {
             self.panics.maybe();
             let manager = *manager.get_or_insert_with(|| has_manager(&pool));
             let emptied = self.empty(&pool, &image, manager);
-            drop(removal);
             match emptied {
                 Ok(Some((pool, parent))) => self.add(&pool, parent),
                 Ok(None) => {}
