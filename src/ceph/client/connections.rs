@@ -120,12 +120,8 @@ impl Connections {
         let outcome = slot.get(|| {
             within(net_namespace, connect).unwrap_or_else(|error| {
                 let errno = Errno::from_io_error(&error).unwrap_or(Errno::IO);
-                let file = net_namespace.unwrap_or_else(|| Path::new("")).display();
-                Err(CephError::new(
-                    "enter",
-                    format!("network namespace {file}"),
-                    errno,
-                ))
+                let file = net_namespace.map(Path::to_owned).unwrap_or_default();
+                Err(CephError::NetNamespace { file, errno })
             })
         });
         if let Some(attempt) = LastAttempt::of(&outcome) {

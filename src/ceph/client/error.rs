@@ -1,5 +1,7 @@
 //! Errors of Ceph's libraries, and their meaning.
 
+use std::path::PathBuf;
+
 use rustix::io::Errno;
 
 use super::{library::MissingLibrary, monitor::MonitorError};
@@ -13,6 +15,15 @@ pub enum CephError {
     /// No monitor of the cluster can be used.
     #[error(transparent)]
     Monitors(#[from] MonitorError),
+    /// Nothing was asked: the network namespace of the cluster cannot be entered.
+    #[error("could not enter network namespace {}", file.display())]
+    NetNamespace {
+        /// The namespace's file.
+        file: PathBuf,
+        /// Why it cannot.
+        #[source]
+        errno: Errno,
+    },
     /// A library returned an error.
     #[error("could not {operation} {object}{}", hint(*errno))]
     Failed {
@@ -70,7 +81,7 @@ impl CephError {
     pub fn errno(&self) -> Option<Errno> {
         match self {
             Self::Failed { errno, .. } => Some(*errno),
-            Self::Library(_) | Self::Monitors(_) => None,
+            Self::Library(_) | Self::Monitors(_) | Self::NetNamespace { .. } => None,
         }
     }
 
