@@ -18,14 +18,13 @@ impl Node {
         let looks = ids
             .into_iter()
             .map(|id| Arc::clone(&self).health(id, Duration::MAX));
-        let found = stream::iter(looks).buffer_unordered(AT_ONCE);
+        let mut looked = stream::iter(looks).buffer_unordered(AT_ONCE);
         let mut counts: BTreeMap<_, _> = (ConditionReason::ALL.into_iter())
             .map(|reason| (reason, 0))
             .collect();
-        // A volume that was forgotten meanwhile is none.
-        let mut found = std::pin::pin!(found.filter_map(async |it| it.ok()));
-        while let Some(conditions) = found.next().await {
-            for condition in conditions {
+        while let Some(conditions) = looked.next().await {
+            // A volume that was forgotten meanwhile is none.
+            for condition in conditions.into_iter().flatten() {
                 *counts.entry(condition.reason).or_default() += 1;
             }
         }
