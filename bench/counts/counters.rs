@@ -28,8 +28,8 @@ impl Count {
     /// Whether this is more than `expected`, and by more than two runs of one build differ.
     pub fn exceeds(self, expected: Self) -> bool {
         let exceeds = |now: u64, then: u64, room: u64| now > then + (then / 10).max(room);
-        // Three calls are one more wakeup of a thread.
-        exceeds(self.calls, expected.calls, 3) || exceeds(self.switches, expected.switches, 2)
+        // Three calls are one more wakeup of a thread; on a loaded machine there were two.
+        exceeds(self.calls, expected.calls, 6) || exceeds(self.switches, expected.switches, 2)
     }
 
     /// What nine tenths of the rounds have at least.
