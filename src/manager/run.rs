@@ -191,6 +191,10 @@ impl Manager {
     /// boot; or ends that. Does not wait.
     pub async fn park(self: Arc<Self>, is_parked: bool) -> io::Result<()> {
         self.refuse_unloaded()?;
+        // Callers repeat it while they wait.
+        if self.is_parked() == is_parked {
+            return Ok(());
+        }
         let records = self.records.clone();
         let record = move || records.park(is_parked);
         self.lanes.run("", "record", record).await?;
@@ -202,7 +206,11 @@ impl Manager {
             None => unread(&self.directory),
         };
         drop(state);
-        tracing::info!(is_parked, "volumes that files ask for");
+        if is_parked {
+            tracing::info!("parked the volumes that files ask for");
+        } else {
+            tracing::info!("files ask for volumes again");
+        }
         self.changed.notify_one();
         Ok(())
     }

@@ -52,19 +52,14 @@ impl DesiredTable {
         for (name, file) in files {
             let checked = file.and_then(|desired| {
                 let handle = desired.handle(&name).to_owned();
-                let same = table.volumes.get(&handle);
-                let at = same
-                    .is_none()
-                    .then(|| conflict(&table, &desired.path))
-                    .flatten();
-                match (same, at) {
-                    (None, None) => Ok((handle, desired)),
-                    (Some(WantedFile { name, .. }), _) => {
-                        Err(format!("handle: is that of {name}.toml as well"))
-                    }
-                    (None, Some(why)) => Err(why),
+                let taken = match table.volumes.get(&handle) {
+                    Some(other) => Some(format!("handle: is that of {}.toml as well", other.name)),
+                    None => conflict(&table, &desired.path),
+                };
+                match taken {
+                    None => Ok((handle, desired)),
+                    Some(why) => Err(BadDesired::whole(why)),
                 }
-                .map_err(BadDesired::whole)
             });
             match checked {
                 Ok((handle, desired)) => {

@@ -106,6 +106,7 @@ const ON_NFS_SERVER: &[&str] = &[
         "/../../deploy/systemd/controller-nfs-server.conf"
     ),
 ];
+
 /// Processes may raise the limit.
 const ON_FEW_DESCRIPTORS: &[&str] = &["prlimit", "--nofile=256:"];
 
