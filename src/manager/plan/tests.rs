@@ -182,9 +182,14 @@ impl World {
                 "{handle} may be wanted: {action}"
             );
         }
-        let is_as_applied = (wanted.as_ref())
+        // Options that a killed or refused change left behind may need a new set-up.
+        let is_as_applied = wanted
+            .as_ref()
             .zip(applied)
-            .is_some_and(|(wanted, applied)| wanted.desired == applied.desired);
+            .is_some_and(|(wanted, applied)| {
+                let is_settled = applied.in_doubt.is_none() && applied.refused.is_none();
+                is_settled && wanted.desired == applied.desired
+            });
         assert!(
             !destroys || !is_as_applied,
             "{handle} is wanted like this: {action}"
