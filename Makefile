@@ -28,7 +28,7 @@ build: ## Build the agents, the supervisor and uringctl
 
 # BACKEND=nbd, rbd or nfs; on the test kernel if this kernel lacks the driver.
 # BACKEND=manager: volumes that files ask for, of three backends. FAULTS=1: a disk that hangs,
-# a killed agent, foreign data, with image files on this kernel.
+# a volume in use, a killed agent, foreign data, with image files on this kernel.
 demo: ## Show the whole life of volumes on this machine; FAULTS=1: with failures
 	@$(first_time)
 	@scripts/setup.sh demo

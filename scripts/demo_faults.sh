@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Shows what becomes of volumes when something fails, on this machine's kernel: a disk that
-# stops answering, an agent that is killed in the middle of a stage, a device with foreign
-# data. Needs root and takes seconds; removes everything at exit.
+# stops answering, a volume that another mount namespace keeps mounted, an agent that is killed
+# in the middle of a stage, a call that is made twice, a device with foreign data. Needs root and takes seconds; removes everything at exit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/agents.sh
@@ -53,6 +53,14 @@ show_refused uringctl unstage stuck
 
 title "Other volumes are served meanwhile"
 show uringctl up other 1Gi "$work/mnt/other" --pool good --fs xfs
+
+title "A volume that is mounted elsewhere, too, is not detached, and the error names by whom"
+unshare --mount sleep infinity &
+elsewhere=$!
+until [[ $(readlink "/proc/$elsewhere/ns/mnt") != "$(readlink /proc/self/ns/mnt)" ]]; do sleep 0.01; done
+show_refused uringctl down other
+show kill "$elsewhere"
+wait "$elsewhere" || true
 show uringctl down other --delete
 
 title "The agent is killed in the middle of that stage, and started again"
@@ -69,9 +77,16 @@ show uringctl volumes
 show uringctl publish data "$work/mnt/again"
 echo "lines written to data before the kill and now: $before, $(wc -l <"$work/mnt/again/written")"
 
-title "The disk answers again: the same call finishes the stage"
+title "The disk answers again: the same call, made twice, finishes one stage"
+uringctl stage stuck --fs xfs &
+twice=$!
+uringctl stage stuck --fs xfs &
+twice+=" $!"
+until uringctl volumes --json | grep -q '"step": "[a-z]'; do sleep 0.1; done
+sleep 0.5
 show thaw
-show uringctl stage stuck --fs xfs
+for call in $twice; do wait "$call"; done
+echo "stages of it that the agents logged: $(grep -c ' staged .*volume_id=[^ ]*\.bad\.' "$work/agents.log")"
 show uringctl unstage stuck
 
 title "A device with foreign data is not formatted"
