@@ -284,6 +284,22 @@ impl Journal {
         }
     }
 
+    /// Enters that the image of a complete entry is about to be deleted, or is not.
+    pub fn mark_deleting(
+        &self,
+        pool: &IoCtx,
+        uuid: Uuid,
+        is_deleting: bool,
+    ) -> Result<(), JournalError> {
+        let op = WriteOp::new().assert_exists();
+        let op = if is_deleting {
+            op.set([(entry::DELETING, "1")])
+        } else {
+            op.unset([entry::DELETING])
+        };
+        Ok(pool.operate(&self.object(uuid), &op)?)
+    }
+
     /// Removes a deleted volume or snapshot: the name, if it leads there, then the entry, of
     /// which ceph-csi may have written the keys to the journal's pool
     /// ([`read_from_other_pools`]).

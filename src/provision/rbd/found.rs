@@ -100,6 +100,12 @@ impl FoundImage {
         Ok(rbd::image_id(&self.pool, &self.image)?.is_some())
     }
 
+    /// Whether a delete was to remove its image, or has.
+    pub fn is_deleting(&self) -> bool {
+        let recorded = self.recorded.as_ref();
+        recorded.is_some_and(|recorded| recorded.entry.is_deleting)
+    }
+
     /// The journal's entry.
     pub fn recorded(&self) -> Result<&Recorded, RbdError> {
         let none = || RbdError::Migrated(self.handle.clone());

@@ -141,6 +141,7 @@ impl RbdStore {
             // decided which of them counts.
             (Err(error), Some(other))
                 if is_not_ours(&error)
+                    || other.is_deleting()
                     || other.open(OpenMode::ReadOnly)?.mirroring()? == Mirroring::Primary =>
             {
                 Ok(vec![other])
@@ -163,7 +164,8 @@ impl RbdStore {
         Ok(image_of(&pool, handle)?.map(|name| (pool, name)))
     }
 
-    /// The first image that a handle's own fails over to.
+    /// The first image that a handle's own fails over to, also if a delete has removed it and
+    /// has not ended.
     fn elsewhere(
         &self,
         of: &Journal,
@@ -177,7 +179,7 @@ impl RbdStore {
                 continue;
             };
             match self.at(of, &there, secrets) {
-                Ok(Some(found)) if found.has_image()? => {
+                Ok(Some(found)) if found.is_deleting() || found.has_image()? => {
                     return Ok(Some(FoundImage {
                         handle: handle.to_string(),
                         stands_in: true,
@@ -278,7 +280,10 @@ impl RbdStore {
         };
         if entry.name.is_empty() {
             if let Some(keys) = read_from_other_pools(of.kind(), &pool, handle.uuid())? {
-                entry = keys;
+                entry = JournalEntry {
+                    is_deleting: entry.is_deleting,
+                    ..keys
+                };
             }
             find_image(&pool, handle, &mut entry)?;
         }

@@ -63,7 +63,7 @@ impl RbdStore {
         let is_key_kept = self.is_key_kept(all, &removals, secrets)?;
         for (found, removal) in all.iter().zip(&removals) {
             match removal {
-                Removal::All => self.discard_found(of, found)?,
+                Removal::All => self.discard_at_site(of, found)?,
                 Removal::Entry | Removal::Nothing => tracing::info!(
                     handle = found.handle,
                     image = found.path(),
@@ -138,6 +138,25 @@ impl RbdStore {
             refuse_if_used(found, &image)?;
         }
         Ok(removal)
+    }
+
+    /// The same for an image that may be at another site than its handle names. There an entry
+    /// without its image may be that of a volume whose image is copied anew, so a repeat goes
+    /// on with a delete only where the entry says so.
+    fn discard_at_site(&self, of: &Journal, found: &FoundImage) -> Result<(), ProvisionError> {
+        let Some(recorded) = found.recorded.as_ref().filter(|_| found.stands_in) else {
+            return self.discard_found(of, found);
+        };
+        let mark = |is_deleting| {
+            of.mark_deleting(&found.pool, recorded.reserved.uuid, is_deleting)
+                .map_err(RbdError::from)
+        };
+        mark(true)?;
+        let discarded = self.discard_found(of, found);
+        if discarded.is_err() && found.has_image()? {
+            mark(false)?;
+        }
+        discarded
     }
 
     /// Moves the image to the trash, with what copies have left.

@@ -157,6 +157,12 @@ impl RbdStore {
         let is_old = created.as_deref().and_then(parse_time) == Some(image.created()?);
         if force && is_old && sites.own.state != MirrorState::Syncing {
             drop(image);
+            // A delete that was killed before it removed the image must not take the image that
+            // is missing meanwhile for its own work.
+            if let Some(recorded) = found.recorded.as_ref().filter(|_| found.is_deleting()) {
+                let uuid = recorded.reserved.uuid;
+                self.volumes.mark_deleting(&found.pool, uuid, false)?;
+            }
             found.open(OpenMode::ReadWrite)?.mirror_resync()?;
             return Err(syncing(
                 found,

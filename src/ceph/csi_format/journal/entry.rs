@@ -119,6 +119,8 @@ pub struct JournalEntry {
     pub origin: String,
     /// The state of this driver's create; a key of this driver, too.
     pub state: CreateState,
+    /// Whether a delete removes the image, or has; a key of this driver, too.
+    pub is_deleting: bool,
 }
 
 /// The state of a create. The caller gets the handle only once it is complete.
@@ -172,8 +174,10 @@ impl JournalEntry {
             source,
             origin,
             state,
+            is_deleting,
         } = self;
         let state = state.value().to_owned();
+        let deleting = if *is_deleting { "1" } else { "" }.to_owned();
         let pool = journal_pool.map(|id| format!("{id:016x}"));
         let keys = [
             (kind.name_key(), name),
@@ -187,6 +191,7 @@ impl JournalEntry {
             (SOURCE, source),
             (ORIGIN, origin),
             (CREATE_STATE, &state),
+            (DELETING, &deleting),
         ];
         let full = keys.into_iter().filter(|(_, value)| !value.is_empty());
         full.map(|(key, value)| (key, value.clone())).collect()
@@ -219,6 +224,7 @@ impl JournalEntry {
             source: take(SOURCE),
             origin: take(ORIGIN),
             state: CreateState::of(&take(CREATE_STATE)),
+            is_deleting: !take(DELETING).is_empty(),
         })
     }
 }
@@ -235,6 +241,7 @@ const OLD_GROUP: &str = "csi.csi.groupid";
 const SOURCE: &str = "csi.source";
 const ORIGIN: &str = "uring-csi.origin";
 pub(super) const CREATE_STATE: &str = "uring-csi.making";
+pub(super) const DELETING: &str = "uring-csi.deleting";
 
 #[cfg(test)]
 mod tests {
@@ -300,13 +307,14 @@ mod tests {
         fn a_written_entry_reads_back(
             texts in proptest::collection::vec(".{0,9}", 9), pool: Option<i64>, id: u128, snap: bool,
             state in prop_oneof![Just(CreateState::None), Just(CreateState::UnderWay), Just(CreateState::Abandoned)],
+            is_deleting: bool,
         ) {
             let kind = if snap { JournalKind::Snapshot } else { JournalKind::Volume };
             let [name, image, image_id, kms, encryption, owner, group, source, origin] =
                 texts.try_into().unwrap();
             let entry = JournalEntry {
                 name, image, image_id, journal_pool: pool, kms, encryption, owner, group, source,
-                origin, state,
+                origin, state, is_deleting,
             };
             let keys = entry.to_keys(kind).into_iter().map(|(k, v)| (k.to_owned(), v));
             prop_assert_eq!(JournalEntry::from_keys(kind, keys.collect()), Ok(entry));

@@ -21,7 +21,7 @@ impl Home {
         self.encrypted_by(name, kms)
     }
 
-    fn configure_kms(&self, config: &Value) {
+    pub fn configure_kms(&self, config: &Value) {
         std::fs::write(self.dir.path().join("kms.json"), config.to_string()).unwrap();
     }
 

@@ -74,7 +74,7 @@ impl Moved {
     }
 
     /// All of it is gone from the first site.
-    fn lose(&self) {
+    pub fn lose(&self) {
         self.home.cluster.rbd(&["rm", &self.at(0)]);
         self.sites[0].remove(&self.entry()).unwrap();
         self.sites[0].remove("csi.volumes.default").unwrap();

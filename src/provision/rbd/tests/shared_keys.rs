@@ -1,5 +1,6 @@
 //! The passphrase of a volume that two sites have: it is in the KMS once, under the handle.
 
+use serde_json::json;
 use testkit::{ImageOpener, VaultServer};
 
 use super::{encrypted::VaultHome, mapping::Moved, *};
@@ -23,6 +24,12 @@ impl SharedKey {
             vault,
             secrets,
         })
+    }
+
+    /// Configures the KMS, with these settings of its own.
+    fn configure(&self, settings: &[(&str, &str)]) {
+        let vault = self.vault.section(settings);
+        (self.moved.home).configure_kms(&json!({"vault": vault}));
     }
 
     async fn delete(&self) -> Result<(), ProvisionError> {
@@ -56,6 +63,43 @@ async fn a_refused_delete_keeps_the_key_and_every_entry() {
     assert_eq!(moved.is_there(), [false; 2]);
     assert_eq!(entries(), [false; 2]);
     assert!(!shared.has_key());
+}
+
+#[tokio::test]
+async fn a_delete_at_another_site_goes_on_after_its_kms_failed() {
+    let Some(shared) = SharedKey::new().await else {
+        return;
+    };
+    let moved = &shared.moved;
+    moved.lose();
+    let entry = || moved.sites[1].exists(&moved.entry()).unwrap();
+    shared.configure(&[("vaultAddress", "https://127.0.0.1:1")]);
+    for _ in 0..2 {
+        let refused = shared.delete().await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Transient, "{refused}");
+        assert_eq!(moved.is_there(), [false; 2]);
+        assert!(shared.has_key() && entry());
+    }
+    shared.configure(&[]);
+    shared.delete().await.unwrap();
+    assert!(!shared.has_key() && !entry());
+}
+
+#[tokio::test]
+async fn an_image_that_is_missing_at_another_site_is_not_deleted_for_that() {
+    let Some(shared) = SharedKey::new().await else {
+        return;
+    };
+    let moved = &shared.moved;
+    moved.lose();
+    // As while a mirror copies it anew, or after a refused delete.
+    let user = ImageOpener::start(&moved.home.cluster, moved.sites[1].pool(), moved.image());
+    shared.delete().await.unwrap_err();
+    drop(user);
+    moved.home.cluster.rbd(&["rm", &moved.at(1)]);
+    shared.delete().await.unwrap();
+    assert!(moved.sites[1].exists(&moved.entry()).unwrap());
+    assert!(shared.has_key());
 }
 
 #[tokio::test]
