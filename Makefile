@@ -131,14 +131,16 @@ check_monitoring = { [ -e $(PYTHON)/installed ] && command -v promtool && comman
 audit: ## Look for advisories against dependencies (needs the network and cargo-deny)
 	cargo deny check advisories
 
-# ONLY=nbd: one backend; QUICK=1: a short run, with fewer rounds and no p99.
+# ONLY=nbd: one backend; QUICK=1: a short run, with fewer rounds and no p99; UPDATE=1: copy
+# the numbers into PERFORMANCE.md.
 bench: setup ## Measure the cases of PERFORMANCE.md
 	@scripts/bench.sh
 
-# UPDATE=1 writes the counts to the file; NAMES=1 lists the system calls by name.
+# UPDATE=1 writes the counts to the file; NAMES=1 lists the system calls by name;
+# VOLUMES=1000: beside so many other volumes, instead of 100.
 counts: setup build ## Compare the agent's system calls with bench/counts/counts.txt
 	cargo bench --profile dev --bench counts
-export UPDATE NAMES
+export UPDATE NAMES VOLUMES
 
 sizes: ## Build what the images carry, and compare its sizes with scripts/sizes.txt
 	@scripts/setup.sh build

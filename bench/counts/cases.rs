@@ -30,7 +30,7 @@ pub struct Cases<'a> {
 }
 
 impl Cases<'_> {
-    /// All cases, beside `others` volumes that are staged and published.
+    /// The calls' cases, beside `others` volumes that are staged and published.
     pub async fn run_beside(&mut self, others: usize) {
         let (node, sandbox) = (self.node, self.sandbox);
         let names = (0..others).map(|n| format!("other-{n}"));
@@ -38,7 +38,7 @@ impl Cases<'_> {
         for some in others.chunks(16) {
             join_all(some.iter().map(|volume| node.up(volume, "pod"))).await;
         }
-        self.run(others.len()).await;
+        self.run().await;
         for some in others.chunks(16) {
             join_all(some.iter().map(|volume| node.down(volume, "pod"))).await;
         }
@@ -67,7 +67,8 @@ impl Cases<'_> {
         volume.unstage(&node);
     }
 
-    async fn run(&mut self, others: usize) {
+    /// The calls' cases.
+    pub async fn run(&mut self) {
         let (node, sandbox) = (self.node, self.sandbox);
         let volume = &sandbox.volume("counted", "ext4");
         node.up(volume, "pod").await;
@@ -78,7 +79,7 @@ impl Cases<'_> {
         };
         let new = &Calls { node, kept: None };
         for (how, calls) in [("kept connection", kept), ("new connections", new)] {
-            let title = |case: &str| format!("{case}, {how}, beside {others} volumes");
+            let title = |case: &str| format!("{case}, {how}");
             self.count(&title("life of a formatted ext4"), async || {
                 calls.stage(volume).await;
                 calls.publish(volume).await;

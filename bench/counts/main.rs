@@ -6,8 +6,9 @@
 //!
 //! `make counts` fails if a count exceeds that of `bench/counts/counts.txt` by more than its
 //! tolerance, or a case is missing: a change that makes more calls has to be justified, and
-//! one that makes fewer updates the file (`UPDATE=1`). `NAMES=1` counts by the name of the system call, with
-//! strace. Needs root.
+//! one that makes fewer updates the file (`UPDATE=1`). The file has the counts of a node
+//! without other volumes; those of a node with 100 others, or `VOLUMES=1000`, must not exceed
+//! them either. `NAMES=1` counts by the name of the system call, with strace. Needs root.
 
 #![allow(clippy::disallowed_methods, missing_docs)]
 
@@ -15,7 +16,7 @@ mod cases;
 mod counters;
 mod table;
 
-use std::{env, io, path::Path, process::ExitCode, thread};
+use std::{env, io, mem, path::Path, process::ExitCode, thread};
 
 use testkit::{Node, NodeSetup, Sandbox, report_not_tested};
 
@@ -23,8 +24,15 @@ use cases::Cases;
 use counters::Counters;
 use table::Table;
 
-/// The numbers of other volumes that are staged meanwhile.
-const OTHERS: [usize; 2] = [0, 100];
+/// The number of other volumes that are staged in the second run.
+fn others() -> usize {
+    let number = env::var("VOLUMES").unwrap_or_default();
+    if number.is_empty() {
+        100
+    } else {
+        number.parse().expect("VOLUMES: a number")
+    }
+}
 
 fn main() -> ExitCode {
     let sandbox = Sandbox::new();
@@ -49,18 +57,25 @@ fn main() -> ExitCode {
         counters,
         table: Table::default(),
     };
-    for others in OTHERS {
-        runtime.block_on(cases.run_beside(others));
-    }
     cases.run_bare();
-    let measured = cases.table;
-    print!("{measured}");
+    runtime.block_on(cases.run());
+    let alone = mem::take(&mut cases.table);
+    let others = others();
+    runtime.block_on(cases.run_beside(others));
+    let beside_others = cases.table;
+    print!("{alone}\nbeside {others} other volumes:\n{beside_others}");
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/counts/counts.txt");
     if env::var_os("UPDATE").is_some_and(|set| !set.is_empty()) {
-        measured.write(&file);
+        alone.write(&file);
         return ExitCode::SUCCESS;
     }
-    let differences = measured.differences_from(&Table::read(&file));
+    let expected = Table::read(&file);
+    let mut differences = alone.differences_from(&expected);
+    differences.extend(
+        beside_others
+            .excesses_over(&expected)
+            .map(|excess| format!("beside {others} other volumes: {excess}")),
+    );
     for difference in &differences {
         eprintln!("{difference}");
     }

@@ -1,10 +1,6 @@
 //! The counts of all cases, and the file that has them.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt, fs,
-    path::Path,
-};
+use std::{collections::BTreeMap, fmt, fs, path::Path};
 
 use crate::counters::Count;
 
@@ -44,19 +40,29 @@ impl Table {
 
     /// The cases whose counts exceed those of `expected`, or that one of them lacks.
     pub fn differences_from(&self, expected: &Self) -> Vec<String> {
-        let cases: BTreeSet<_> = self.0.keys().chain(expected.0.keys()).collect();
-        let difference = |case: &&String| {
-            let (now, then) = (self.0.get(*case), expected.0.get(*case));
-            let is_less = now.zip(then).is_some_and(|(now, then)| !now.exceeds(*then));
-            (!is_less).then(|| format!("{case}: {}, and {} in the file", words(now), words(then)))
-        };
-        cases.iter().filter_map(difference).collect()
+        let lost = expected.0.keys().filter(|case| !self.0.contains_key(*case));
+        let lost = lost.map(|case| format!("{case}: in the file, and not counted"));
+        self.excesses_over(expected).chain(lost).collect()
+    }
+
+    /// The cases whose counts exceed those of `expected`, or that it lacks.
+    pub fn excesses_over(&self, expected: &Self) -> impl Iterator<Item = String> {
+        self.0
+            .iter()
+            .filter_map(|(case, now)| match expected.0.get(case) {
+                None => Some(format!("{case}: {}, and not in the file", words(*now))),
+                Some(then) if now.exceeds(*then) => Some(format!(
+                    "{case}: {}, and {} in the file",
+                    words(*now),
+                    words(*then)
+                )),
+                Some(_) => None,
+            })
     }
 }
 
-fn words(count: Option<&Count>) -> String {
-    let words = |count: &Count| format!("{} calls, {} switches", count.calls, count.switches);
-    count.map_or("nothing".to_owned(), words)
+fn words(count: Count) -> String {
+    format!("{} calls, {} switches", count.calls, count.switches)
 }
 
 impl fmt::Display for Table {
