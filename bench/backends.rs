@@ -36,8 +36,8 @@ pub trait Backend {
     /// A new one of [`SIZE`], as programs reach it.
     fn exec(&self, name: &str, fs_type: &str) -> ByExec;
 
-    /// A new one of [`SIZE`] with an ext4, as bare system calls reach it.
-    fn bare(&self, name: &str) -> BareVolume;
+    /// A new one with an ext4, as bare system calls reach it.
+    fn bare(&self, name: &str, bytes: u64) -> BareVolume;
 }
 
 /// Images in a pool, by loop devices.
@@ -74,9 +74,9 @@ impl Backend for Images<'_> {
         ByExec::new(self.0.dir(), name, fs_type, &attach, ["losetup", "-d"])
     }
 
-    fn bare(&self, name: &str) -> BareVolume {
+    fn bare(&self, name: &str, bytes: u64) -> BareVolume {
         let image = self.0.dir().join(format!("{name}-bare-image"));
-        let device = BareImageFile::new(image, SIZE);
+        let device = BareImageFile::new(image, bytes);
         BareVolume::new(self.0.dir(), name, device)
     }
 }
@@ -126,9 +126,9 @@ impl Backend for Exports<'_> {
         copy_file(&exports.join(from), &exports.join(name));
     }
 
-    fn bare(&self, name: &str) -> BareVolume {
+    fn bare(&self, name: &str, bytes: u64) -> BareVolume {
         let name = format!("{name}-bare");
-        self.blank(&name, SIZE);
+        self.blank(&name, bytes);
         BareVolume::new(self.sandbox.dir(), &name, self.bare_export(&name))
     }
 

@@ -111,9 +111,9 @@ impl Backend for CephImages<'_> {
         self.ceph.cluster.rbd(&["cp", "--no-progress", &from, &to]);
     }
 
-    fn bare(&self, name: &str) -> BareVolume {
+    fn bare(&self, name: &str, bytes: u64) -> BareVolume {
         let name = format!("{name}-bare");
-        self.blank(&name, SIZE);
+        self.blank(&name, bytes);
         let device = BareImage::new(&self.ceph.cluster, &name);
         BareVolume::new(self.sandbox.dir(), &name, device)
     }

@@ -48,12 +48,12 @@ fn of_pool(criterion: &mut Criterion, rig: &Rig, pool: &Path, case: &str) {
     let image = pool.join(&source.volume_context["image"]);
     fill(&image, size);
 
-    let mut group = criterion.benchmark_group(case);
-    group.sample_size(10);
-    for (ours, cp, prepare) in [
-        ("socket", "cp", cached as fn(&Path)),
-        ("socket, not cached", "cp, not cached", uncached),
+    for (case, prepare) in [
+        (case.to_owned(), cached as fn(&Path)),
+        (format!("{case}, not cached"), uncached),
     ] {
+        let mut group = criterion.benchmark_group(&case);
+        group.sample_size(10);
         let clone = CreateVolumeRequest {
             volume_content_source: Some(from_volume(&source.volume_id)),
             ..request("clone")
@@ -62,8 +62,8 @@ fn of_pool(criterion: &mut Criterion, rig: &Rig, pool: &Path, case: &str) {
         let paths = [&image, &copy].map(|path| path.to_str().expect("a path"));
         rig.measure_between(
             &mut group,
-            case,
-            ours,
+            &case,
+            "socket",
             || prepare(&image),
             || {
                 let made = rig.runtime.block_on(controller.create(clone.clone()));
@@ -79,8 +79,8 @@ fn of_pool(criterion: &mut Criterion, rig: &Rig, pool: &Path, case: &str) {
         );
         rig.measure_between(
             &mut group,
-            case,
-            cp,
+            &case,
+            "cp",
             || prepare(&image),
             || {
                 run(&[&["cp", "--sparse=always", "--reflink=never"][..], &paths].concat());
@@ -88,8 +88,8 @@ fn of_pool(criterion: &mut Criterion, rig: &Rig, pool: &Path, case: &str) {
             },
             || fs::remove_file(&copy).expect("removed"),
         );
+        group.finish();
     }
-    group.finish();
 }
 
 /// Half data, a fifth zeros, the rest holes, in extents of 64 KiB to 16 MiB.

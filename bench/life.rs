@@ -21,19 +21,24 @@ pub fn first(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
 }
 
 /// The life of a volume that is formatted already.
-pub fn formatted(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
+pub fn formatted<'a>(criterion: &mut Criterion, rig: &'a Rig, over: &dyn Backend) -> Lives<'a> {
     let case = over.title("life of a 1 GiB ext4, formatted");
-    Lives::new(rig, over, "again", "ext4", 1)
-        .formatted(over)
-        .measure(criterion, &case, 20, |_| {});
+    let lives = Lives::new(rig, over, "again", "ext4", 1).formatted(over);
+    lives.measure(criterion, &case, 20, |_| {});
+    lives
 }
 
 /// Many of them at once.
-pub fn at_once(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend, many: usize) {
+pub fn at_once<'a>(
+    criterion: &mut Criterion,
+    rig: &'a Rig,
+    over: &dyn Backend,
+    many: usize,
+) -> Lives<'a> {
     let case = over.title(&format!("{many} lives at once, formatted"));
-    Lives::new(rig, over, "many", "ext4", many)
-        .formatted(over)
-        .measure(criterion, &case, 10, |_| {});
+    let lives = Lives::new(rig, over, "many", "ext4", many).formatted(over);
+    lives.measure(criterion, &case, 10, |_| {});
+    lives
 }
 
 /// The life of a raw block device.
@@ -43,7 +48,7 @@ pub fn raw(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
 }
 
 /// Volumes that live at once, and their like for the programs.
-struct Lives<'a> {
+pub struct Lives<'a> {
     rig: &'a Rig,
     volumes: Vec<Volume>,
     bares: Vec<BareVolume>,
@@ -73,7 +78,7 @@ impl<'a> Lives<'a> {
 
     /// After a first life.
     fn formatted(mut self, over: &dyn Backend) -> Self {
-        let bare = |exec: &ByExec| over.bare(&exec.name);
+        let bare = |exec: &ByExec| over.bare(&exec.name, SIZE);
         self.bares = self.execs.iter().map(bare).collect();
         self.up_by_socket();
         self.down_by_socket();
@@ -128,6 +133,34 @@ impl<'a> Lives<'a> {
             || self.down_by_exec(),
         );
         group.finish();
+    }
+
+    /// Compares with the bare calls and as many empty calls, on new connections, as a life
+    /// has: what of the difference to the bare calls is not gRPC's. CI guards the ratio to
+    /// the bare calls alone.
+    pub fn compare_with_calls(&self, case: &str) {
+        if self.rig.guards_ratios() {
+            return;
+        }
+        let two_calls = || {
+            for _ in 0..2 {
+                let calls = self.volumes.iter().map(|_| self.rig.call_for_nothing());
+                self.rig.runtime.block_on(join_all(calls));
+            }
+        };
+        let up = || {
+            self.up_bare();
+            two_calls();
+        };
+        let down = || {
+            self.down_bare();
+            two_calls();
+        };
+        self.rig.compare(
+            case,
+            || time_of_life(|| self.up_by_socket(), || self.down_by_socket()),
+            || time_of_life(up, down),
+        );
     }
 
     fn up_by_socket(&self) {

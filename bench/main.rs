@@ -96,9 +96,12 @@ fn main() -> ExitCode {
 fn images(criterion: &mut Criterion, rig: &Rig) {
     let images = Images(&rig.sandbox);
     life::first(criterion, rig, &images);
-    life::formatted(criterion, rig, &images);
-    life::at_once(criterion, rig, &images, 32);
+    life::formatted(criterion, rig, &images)
+        .compare_with_calls("life of a 1 GiB ext4, formatted, to bare and four empty calls");
+    life::at_once(criterion, rig, &images, 32)
+        .compare_with_calls("32 lives at once, formatted, to bare and four empty calls each");
     publish::publish(criterion, rig, &images);
+    calls::first(criterion, rig);
     calls::stats(criterion, rig);
     probe::devices(criterion, rig);
     let numbers: &[usize] = if faults::is_quick() {

@@ -6,7 +6,7 @@ use criterion::Criterion;
 use uring_csi::internals::{MountOptions, Roots, bind, unmount};
 
 use crate::{
-    backends::Backend,
+    backends::{Backend, SIZE},
     rig::{Rig, timed},
 };
 
@@ -50,7 +50,7 @@ pub fn publish(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
     };
     rig.measure(&mut group, CASE, "in process", in_process);
 
-    let bare = over.bare("publish");
+    let bare = over.bare("publish", SIZE);
     let device = bare.stage();
     let by_bare_calls = || {
         bare.publish();

@@ -30,7 +30,7 @@ pub struct Ratios {
     /// What each case of the backend may have: those of the file.
     known: BTreeMap<String, f64>,
     /// Whether they hold for this run.
-    guarded: bool,
+    pub guarded: bool,
     measured: BTreeMap<String, f64>,
 }
 
@@ -87,7 +87,7 @@ impl Ratios {
         println!("\nHow many times longer a case takes than its base:");
         let mut within = true;
         for (case, ratio) in &self.measured {
-            print!("{ratio:.1} {} {case}", self.backend);
+            print!("{ratio:.2} {} {case}", self.backend);
             let verdict = match self.known.get(case) {
                 _ if !self.guarded => "",
                 None => "  <- not in bench/ratios.txt",

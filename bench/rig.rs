@@ -10,10 +10,12 @@ use std::{
 use criterion::{BenchmarkGroup, measurement::WallTime};
 use testkit::{Node, NodeSetup, Sandbox, run};
 use tokio::runtime::Runtime;
+use uring_csi::proto::csi::{GetPluginInfoRequest, identity_client::IdentityClient};
 
 use crate::ratios::Ratios;
 
 pub struct Rig {
+    backend: String,
     pub runtime: Runtime,
     // The agent ends before its directories do.
     pub node: Node,
@@ -33,6 +35,7 @@ impl Rig {
             .expect("a runtime");
         let node = runtime.block_on(Node::start_with(&sandbox, setup(&sandbox)));
         Self {
+            backend: backend.to_owned(),
             runtime,
             node,
             sandbox,
@@ -89,6 +92,13 @@ impl Rig {
         });
     }
 
+    /// A call that answers a constant, on a new connection.
+    pub async fn call_for_nothing(&self) {
+        let mut client = IdentityClient::new(self.node.channel());
+        let answer = client.get_plugin_info(GetPluginInfoRequest {}).await;
+        answer.expect("an answer");
+    }
+
     /// How many times longer `ours` takes than `base`, each alternating with the other.
     pub fn compare(
         &self,
@@ -97,6 +107,11 @@ impl Rig {
         base: impl FnMut() -> Duration,
     ) {
         self.ratios.borrow_mut().measure(case, ours, base);
+    }
+
+    /// Whether `bench/ratios.txt` holds for this run.
+    pub fn guards_ratios(&self) -> bool {
+        self.ratios.borrow().guarded
     }
 
     /// Whether no case takes much longer than it did.
@@ -126,25 +141,38 @@ impl Rig {
         });
     }
 
-    /// Medians of all runs, and how many times longer than the first way each takes.
+    /// Medians of all runs, and how many times longer each takes than the least that the
+    /// case costs, and than the programs. `make bench UPDATE=1` copies the rows.
     pub fn print_summary(&self) {
         let times = self.times.borrow();
-        println!("\n| case | way | median | ratio |\n| --- | --- | ---: | ---: |");
-        let mut best = (String::new(), Duration::ZERO);
-        let mut rows: Vec<_> = times
+        let medians: BTreeMap<_, _> = times
             .iter()
-            .map(|((case, way), times)| (case, median(times), way))
+            .map(|((case, way), times)| ((case.as_str(), *way), median(times)))
             .collect();
-        rows.sort();
+        let mut rows: Vec<_> = medians
+            .iter()
+            .map(|((case, way), median)| (*case, *median, *way))
+            .collect();
+        rows.sort_unstable();
+        println!("\n| backend | case | way | median | to bare | to exec |");
+        println!("| --- | --- | --- | ---: | ---: | ---: |");
+        let backend = &self.backend;
         for (case, median, way) in rows {
-            if best.0 != *case {
-                best = (case.clone(), median);
-            }
-            let ratio = median.as_secs_f64() / best.1.as_secs_f64();
-            println!("| {case} | {way} | {median:.1?} | {ratio:.1} |");
+            let to = |ways: &[&'static str]| {
+                let base = ways.iter().find_map(|way| medians.get(&(case, *way)))?;
+                Some(format!("{:.2}", median.as_secs_f64() / base.as_secs_f64()))
+            };
+            let [bare, exec] = [LEAST, PROGRAMS].map(|ways| to(ways).unwrap_or_default());
+            println!("| {backend} | {case} | {way} | {median:.1?} | {bare} | {exec} |");
         }
     }
 }
+
+/// The ways that do no more than a case must.
+const LEAST: &[&str] = &["bare", "library", "GetPluginInfo", "empty service"];
+
+/// The ways that run programs.
+const PROGRAMS: &[&str] = &["exec", "exec df", "cp"];
 
 /// The time of `up` and `down`, without what udevd does in between.
 pub fn time_of_life(mut up: impl FnMut(), mut down: impl FnMut()) -> Duration {

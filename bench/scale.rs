@@ -1,12 +1,14 @@
-//! One node with few and with many volumes: each call; the agent's restart; and what each volume takes of the agent's memory, threads and
-//! descriptors.
+//! One node with few and with many volumes: each call, and staging them all beside the bare
+//! system calls; the agent's restart; and what each volume takes of the agent's memory,
+//! threads and descriptors.
 //!
 //! The volumes are copies of a formatted one. [`AT_ONCE`] callers work through them,
 //! as kubelet does after a reboot; each call has a connection of its own.
 
 use std::{
-    fs,
+    fs, iter,
     path::Path,
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
@@ -15,16 +17,20 @@ use testkit::{MIB, ResourceUsage, Volume, resident_kib};
 
 use crate::{
     backends::Backend,
+    life::on_threads,
     rig::{Rig, median},
 };
 
 /// Callers at once.
 const AT_ONCE: usize = 16;
 
+/// Bytes of a volume.
+const SIZE: u64 = 64 * MIB;
+
 /// Prints a table, a column for each number of volumes.
 pub fn volumes(rig: &Rig, over: &dyn Backend, numbers: &[usize]) {
     rig.runtime.block_on(async {
-        over.blank("scale", 64 * MIB);
+        over.blank("scale", SIZE);
         let template = over.known("scale", "ext4");
         rig.node.stage(&template).await.expect("staged");
         rig.node.unstage(&template).await.expect("unstaged");
@@ -59,10 +65,12 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
     let volumes: Vec<_> = names.map(volume).collect();
     let before = (ResourceUsage::of(node.pid()), cpu_time(node.pid()));
 
+    let begun = Instant::now();
     let stage = timed(&volumes, async |volume| {
         node.stage(volume).await.expect("staged");
     })
     .await;
+    let all = begun.elapsed();
     let publish = timed(&volumes, async |volume| {
         node.publish(volume, "pod").await.expect("published");
     })
@@ -94,6 +102,8 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
         node.unstage(volume).await.expect("unstaged");
     })
     .await;
+    let bare = stage_bare(over, number);
+    let to_bare = all.as_secs_f64() / bare.as_secs_f64();
     let tenth = volumes.len().div_ceil(10);
     let (first, last) = (&stage[..tenth], &stage[stage.len() - tenth..]);
     let growth = median(last).as_secs_f64() / median(first).as_secs_f64();
@@ -101,6 +111,8 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
     let of_one = of_all / u32::try_from(number).expect("a number");
     let each = |times: &[Duration]| format!("{:.1?}", median(times));
     vec![
+        ("stage of all", format!("{all:.1?}")),
+        ("stage of all, to bare", format!("{to_bare:.2}")),
         ("stage, p50", each(&stage)),
         (
             "stage, p50 of the last tenth to the first's",
@@ -132,6 +144,25 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
         ("its threads", after.0.threads.to_string()),
         ("its descriptors", after.0.descriptors.to_string()),
     ]
+}
+
+/// How long as many callers take to stage them by the system calls that this takes.
+fn stage_bare(over: &dyn Backend, number: usize) -> Duration {
+    let volume = |n| over.bare(&format!("scale-{number}-{n}"), SIZE);
+    let volumes: Vec<_> = (0..number).map(volume).collect();
+    let waiting = Mutex::new(volumes.iter());
+    let stage_some = |_| {
+        let next = || waiting.lock().expect("no panic").next();
+        let staged = iter::from_fn(next).map(|volume| (volume, volume.stage()));
+        staged.collect::<Vec<_>>()
+    };
+    let begun = Instant::now();
+    let staged = on_threads(0..AT_ONCE, stage_some);
+    let took = begun.elapsed();
+    for (volume, node) in staged.into_iter().flatten() {
+        volume.unstage(&node);
+    }
+    took
 }
 
 /// The time of each volume's call, in the order in which they ended.
