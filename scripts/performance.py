@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Copies what the benches printed into PERFORMANCE.md: `make bench UPDATE=1`.
+
+The arguments are files with the output of one backend's bench each, named as the backend.
+The rows of these backends replace theirs in the tables between the comments `<!-- cases -->`,
+`<!-- volumes BACKEND -->` and the next blank line after a table; of the table of aims, each
+row whose aim is a case that was measured gets its number.
+"""
+
+import datetime
+import os
+import re
+import sys
+from pathlib import Path
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "PERFORMANCE.md"
+MANY = "a node with so many volumes"
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def row(these):
+    return f"| {' | '.join(these)} |"
+
+
+class Run:
+    """What the bench of one backend printed."""
+
+    def __init__(self, file):
+        self.backend = file.name
+        lines = file.read_text().splitlines()
+        self.cases = [
+            line
+            for line in lines
+            if line.startswith(f"| {self.backend} |") and any(cells(line)[-2:])
+        ]
+        self.volumes = []
+        self.measured = {}
+        for number, line in enumerate(lines):
+            ratio = re.fullmatch(rf"([\d.]+) {self.backend} (.*?)(  <- .*)?", line)
+            if ratio:
+                self.measured[ratio[2]] = ratio[1]
+            if line.startswith("| ") and cells(line)[0].endswith(MANY):
+                self.add_volumes(lines[number:])
+
+    def add_volumes(self, lines):
+        table = []
+        for line in lines:
+            if not line.startswith("|"):
+                break
+            table.append(line)
+        title, *numbers = cells(table[0])
+        for line in table[2:]:
+            name, *values = cells(line)
+            for number, value in zip(numbers, values, strict=True):
+                case = f"{title.removesuffix(MANY)}{name}, {number} volumes"
+                self.measured[case] = value
+        self.volumes += table
+
+    def where(self):
+        """The line that says how and where this was measured."""
+        models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+        kernel = f"Linux {os.uname().release}"
+        if self.backend in ("nbd", "rbd") and os.environ.get("HOST_KERNEL") != "1":
+            kernel = f"the test kernel on {kernel}"
+        short = " QUICK=1" if os.environ.get("QUICK") else ""
+        profile = os.environ.get("PROFILE", "")
+        build = f" PROFILE={profile}" if profile and profile != "bench" else ""
+        load = round(os.getloadavg()[2])
+        return (
+            f"- {self.backend}: `make bench ONLY={self.backend}{short}{build}`, {models[0]}, "
+            f"{len(models)} CPUs, {kernel}, load average {load}, {datetime.date.today()}"
+        )
+
+
+def replaced(text, comment, make):
+    """The text with what is after `comment` up to `<!-- end -->` made anew of its lines."""
+    before, found, rest = text.partition(f"<!-- {comment} -->\n")
+    if not found:
+        sys.exit(f"{DOCUMENT.name} lacks <!-- {comment} -->")
+    old, end, after = rest.partition("<!-- end -->")
+    new = "\n".join(make(old.strip().splitlines()))
+    return f"{before}{found}\n{new}\n\n{end}{after}"
+
+
+def with_cases(run):
+    """The table of all cases, with those of the run in place of the backend's old ones."""
+
+    def made(old):
+        is_ours = re.compile(rf"(\| {run.backend} \||- {run.backend}:)").match
+        kept = [line for line in old if line and not is_ours(line)]
+        notes = sorted([*(line for line in kept if line.startswith("- ")), run.where()])
+        table = [line for line in kept if line.startswith("|")]
+        rows = sorted([*table[2:], *run.cases], key=lambda line: cells(line)[0])
+        return [*notes, "", *table[:2], *rows]
+
+    return made
+
+
+def with_aims(text, measured):
+    before, found, rest = text.partition("<!-- aims -->\n")
+    table, end, after = rest.partition("<!-- end -->")
+    lines = table.splitlines()
+    for number, line in enumerate(lines):
+        of_line = cells(line)
+        if of_line[0] in measured:
+            of_line[2] = measured[of_line[0]]
+            lines[number] = row(of_line)
+    return before + found + "\n".join(lines) + "\n" + end + after
+
+
+def main():
+    text = DOCUMENT.read_text()
+    for run in map(Run, map(Path, sys.argv[1:])):
+        text = replaced(text, "cases", with_cases(run))
+        if run.volumes:
+            text = replaced(text, f"volumes {run.backend}", lambda _, run=run: [run.where(), "", *run.volumes])
+        text = with_aims(text, run.measured)
+    DOCUMENT.write_text(text)
+
+
+main()
