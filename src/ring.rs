@@ -24,6 +24,7 @@ use std::{
     io,
     panic::{AssertUnwindSafe, resume_unwind},
     pin::Pin,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
 };
 
 use futures_util::FutureExt as _;
@@ -86,6 +87,62 @@ impl RingError {
             _ => Self::Setup(error),
         }
     }
+}
+
+/// The operations of one kind on all rings of the process.
+#[derive(Debug)]
+struct Operations {
+    submitted: AtomicU64,
+    ended: AtomicU64,
+}
+
+/// Reads of devices.
+static READS: Operations = Operations::new();
+/// Polls for one event, such as the exit of a child.
+static POLLS: Operations = Operations::new();
+/// Polls that go on until they are cancelled.
+static WATCHES: Operations = Operations::new();
+
+impl Operations {
+    const fn new() -> Self {
+        Self {
+            submitted: AtomicU64::new(0),
+            ended: AtomicU64::new(0),
+        }
+    }
+
+    fn submitted(&self) {
+        self.submitted.fetch_add(1, Relaxed);
+    }
+
+    fn ended(&self) {
+        self.ended.fetch_add(1, Relaxed);
+    }
+}
+
+/// How many operations of a kind were submitted to rings, and how many of these are in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OperationCount {
+    /// `read`, `poll` or `watch`.
+    pub operation: &'static str,
+    /// Since the start.
+    pub submitted: u64,
+    /// Not ended yet.
+    pub in_flight: u64,
+}
+
+/// The counts of every kind.
+pub fn operations() -> [OperationCount; 3] {
+    [("read", &READS), ("poll", &POLLS), ("watch", &WATCHES)].map(|(operation, count)| {
+        // First what has ended: what is submitted between the two is in flight.
+        let ended = count.ended.load(Relaxed);
+        let submitted = count.submitted.load(Relaxed);
+        OperationCount {
+            operation,
+            submitted,
+            in_flight: submitted.saturating_sub(ended),
+        }
+    })
 }
 
 /// Runs `future` on this thread, with this module's rings and with tokio's epoll, timers
@@ -207,6 +264,32 @@ mod tests {
             let panic = AssertUnwindSafe(caller).catch_unwind().await.unwrap_err();
             assert_eq!(panic.downcast_ref(), Some(&"on purpose"));
             assert_eq!(runtime.run(|| async { 7 }).await, Some(7));
+        })
+        .unwrap();
+    }
+
+    /// Other tests use the rings of this process meanwhile, so each count is a lower bound.
+    #[test]
+    fn operations_are_counted_while_they_are_in_flight() {
+        let count = |operation: &str| {
+            let all = operations();
+            all.into_iter()
+                .find(|it| it.operation == operation)
+                .unwrap()
+        };
+        start(async {
+            let before = ["poll", "watch"].map(count);
+            let (never, held_open) = rustix::pipe::pipe().unwrap();
+            let watch = poll::watch(never, rustix::event::PollFlags::IN).unwrap();
+            let (ready, writer) = rustix::pipe::pipe().unwrap();
+            rustix::io::write(&writer, b"x").unwrap();
+            poll::readable(ready).await.unwrap();
+            let after = ["poll", "watch"].map(count);
+            for (before, after) in before.into_iter().zip(after) {
+                assert!(after.submitted > before.submitted, "{before:?} {after:?}");
+            }
+            assert!(after[1].in_flight >= 1, "{after:?}");
+            drop((watch, held_open));
         })
         .unwrap();
     }

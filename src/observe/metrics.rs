@@ -168,6 +168,20 @@ pub fn ceph_cluster(cluster_id: &str, is_reachable: Option<bool>) {
     gauge!(name::CEPH_REACHABLE, "cluster_id" => cluster_id.to_owned()).set(value);
 }
 
+/// Sets how many attempts to reach a Ceph cluster failed for this reason so far.
+pub fn ceph_errors(cluster_id: &str, reason: &'static str, count: u64) {
+    let cluster_id = cluster_id.to_owned();
+    counter!(name::CEPH_ERRORS, "cluster_id" => cluster_id, "reason" => reason).absolute(count);
+}
+
+/// Sets how many operations were submitted to io_uring so far, and how many of these have not
+/// ended.
+pub fn ring_operations(operation: &'static str, submitted: u64, in_flight: u64) {
+    counter!(name::RING_OPERATIONS, "operation" => operation).absolute(submitted);
+    let in_flight = as_gauge(usize::try_from(in_flight).unwrap_or(usize::MAX));
+    gauge!(name::RING_IN_FLIGHT, "operation" => operation).set(in_flight);
+}
+
 /// Sets how many images of Ceph wait to be removed and to be flattened, and how many
 /// clients were fenced so far.
 pub fn ceph_work(to_remove: usize, to_flatten: usize, fences: u64) {
@@ -369,6 +383,8 @@ pub(super) mod tests {
         pool("fast", Some(space));
         ceph_cluster("east", Some(true));
         ceph_cluster("west", Some(false));
+        ceph_errors("west", "unanswered", 3);
+        ring_operations("read", 20, 4);
         let text = metrics.render();
         for line in [
             r#"uring_csi_pool_size_bytes{pool="fast"} 3298534883328"#,
@@ -376,6 +392,9 @@ pub(super) mod tests {
             r#"uring_csi_pool_promised_bytes{pool="fast"} 2199023255552"#,
             r#"uring_csi_ceph_cluster_reachable{cluster_id="east"} 1"#,
             r#"uring_csi_ceph_cluster_reachable{cluster_id="west"} 0"#,
+            r#"uring_csi_ceph_errors_total{cluster_id="west",reason="unanswered"} 3"#,
+            r#"uring_csi_ring_operations_total{operation="read"} 20"#,
+            r#"uring_csi_ring_operations_in_flight{operation="read"} 4"#,
         ] {
             assert!(text.contains(line), "{line} is missing in\n{text}");
         }

@@ -376,6 +376,9 @@ fn report_clusters(store: &RbdStore) {
     for (cluster_id, is_reachable) in activity.reachable {
         metrics::ceph_cluster(&cluster_id, is_reachable);
     }
+    for (cluster_id, reason, count) in activity.errors {
+        metrics::ceph_errors(&cluster_id, reason, count);
+    }
 }
 
 /// Updates the metrics of a pool while they are read, on a lane: a pool that hangs delays

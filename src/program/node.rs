@@ -445,6 +445,9 @@ fn serve_metrics(
     metrics.before_scrape(move || {
         report_threads(&lanes);
         gates.report();
+        for count in ring::operations() {
+            metrics::ring_operations(count.operation, count.submitted, count.in_flight);
+        }
     });
     ring::spawn(http::serve(addr, readiness, metrics.clone()));
     Ok(Some(metrics))
@@ -455,6 +458,9 @@ fn report_servers(connections: &Connections, links: &nbd::Links) {
     metrics::nbd_connections_lost(links.lost());
     for (cluster_id, is_reachable) in connections.reachable() {
         metrics::ceph_cluster(&cluster_id, is_reachable);
+    }
+    for (cluster_id, reason, count) in connections.errors() {
+        metrics::ceph_errors(&cluster_id, reason, count);
     }
 }
 

@@ -171,6 +171,7 @@ impl RbdStore {
             to_flatten: self.flattener.pending(),
             fences: self.fencing.raised.load(Relaxed),
             reachable: self.connections.reachable(),
+            errors: self.connections.errors(),
         }
     }
 }
@@ -193,6 +194,8 @@ pub struct RbdActivity {
     pub fences: u64,
     /// [`Connections::reachable`].
     pub reachable: Vec<(String, Option<bool>)>,
+    /// [`Connections::errors`].
+    pub errors: Vec<(String, &'static str, u64)>,
 }
 
 /// What each call does is in the inherent method of its name.

@@ -29,6 +29,8 @@ use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use rustix::event::PollFlags;
 use tokio::io::{Interest, unix::AsyncFd};
 
+use super::{Operations, POLLS, WATCHES};
+
 /// Entries of the submission ring; each entry is submitted at once.
 const ENTRIES: u32 = 64;
 
@@ -159,7 +161,10 @@ impl PollerInner {
         };
         op.in_kernel = true;
         let entry = op.entry().user_data(id);
-        self.submit(&entry)
+        let count = op.count();
+        self.submit(&entry)?;
+        count.submitted();
+        Ok(())
     }
 
     fn submit(&mut self, entry: &squeue::Entry) -> io::Result<()> {
@@ -191,6 +196,9 @@ fn complete(ops: &mut HashMap<u64, Op>, spent: &mut Vec<Op>, completion: &cqueue
         return; // CANCEL
     };
     op.in_kernel = cqueue::more(completion.flags());
+    if !op.in_kernel {
+        op.count().ended();
+    }
     if op.abandoned {
         if !op.in_kernel {
             spent.extend(ops.remove(&id));
@@ -208,6 +216,10 @@ fn complete(ops: &mut HashMap<u64, Op>, spent: &mut Vec<Op>, completion: &cqueue
 }
 
 impl Op {
+    fn count(&self) -> &'static Operations {
+        if self.multishot { &WATCHES } else { &POLLS }
+    }
+
     fn entry(&self) -> squeue::Entry {
         let fd = types::Fd(self.fd.as_fd().as_raw_fd());
         opcode::PollAdd::new(fd, u32::from(self.events.bits()))

@@ -22,6 +22,8 @@ mod buffer;
 
 use buffer::Buffer;
 
+use super::READS;
+
 /// Entries of a ring: reads of one device at once.
 const ENTRIES: u32 = 16;
 
@@ -155,6 +157,7 @@ impl<'a> Reads<'a> {
             }
             while let Some(ended) = self.next_ended() {
                 self.in_flight -= 1;
+                READS.ended();
                 let index = usize::try_from(ended.user_data()).unwrap_or(usize::MAX);
                 outcome = outcome.and(self.complete(index, ended.result()));
             }
@@ -178,6 +181,7 @@ impl<'a> Reads<'a> {
             let pushed = unsafe { self.ring.submission().push(&entry) };
             pushed.expect("as many entries as reads at once");
             self.in_flight += 1;
+            READS.submitted();
         }
     }
 

@@ -41,11 +41,19 @@ pub struct Connections {
     timeouts: Timeouts,
     slots: Arc<Mutex<Slots>>,
     attempts: Arc<Mutex<BTreeMap<String, LastAttempt>>>,
+    errors: Arc<Mutex<ErrorCounts>>,
     /// When its last clone is dropped, the thread that ends idle connections ends, too.
     _alive: Sender<()>,
 }
 
 type Slots = HashMap<Key, Arc<Slot>>;
+
+/// By cluster and reason.
+type ErrorCounts = BTreeMap<(String, &'static str), u64>;
+
+/// The reasons of [`Connections::errors`].
+const REASONS: [&str; 4] = ["unanswered", "refused", LOST, "other"];
+const LOST: &str = "lost";
 
 /// Callers with equal keys share a connection. A cluster whose monitors have moved gets a
 /// new one.
@@ -95,6 +103,7 @@ impl Connections {
             timeouts,
             slots,
             attempts: Arc::default(),
+            errors: Arc::default(),
             _alive: alive,
         })
     }
@@ -117,12 +126,19 @@ impl Connections {
         };
         let slot = lock(&self.slots).entry(key).or_default().clone();
         let connect = || Cluster::connect(monitors, credentials, self.timeouts);
-        let outcome = slot.get(|| {
-            within(net_namespace, connect).unwrap_or_else(|error| {
+        let outcome = slot.get(|replaces_lost| {
+            if replaces_lost {
+                self.count_error(cluster_id, LOST);
+            }
+            let connected = within(net_namespace, connect).unwrap_or_else(|error| {
                 let errno = Errno::from_io_error(&error).unwrap_or(Errno::IO);
                 let file = net_namespace.map(Path::to_owned).unwrap_or_default();
                 Err(CephError::NetNamespace { file, errno })
-            })
+            });
+            if let Err(error) = &connected {
+                self.count_error(cluster_id, reason(error));
+            }
+            connected
         });
         if let Some(attempt) = LastAttempt::of(&outcome) {
             lock(&self.attempts).insert(cluster_id.to_owned(), attempt);
@@ -136,6 +152,33 @@ impl Connections {
         let attempts = lock(&self.attempts);
         let reachable = |(id, attempt): (&String, &LastAttempt)| (id.clone(), attempt.reached());
         attempts.iter().map(reachable).collect()
+    }
+
+    /// How many connections to each cluster that was called failed, by its id and the reason.
+    pub fn errors(&self) -> Vec<(String, &'static str, u64)> {
+        let called: Vec<_> = lock(&self.attempts).keys().cloned().collect();
+        let errors = lock(&self.errors);
+        let count = |id: &String, reason| {
+            let count = errors.get(&(id.clone(), reason)).copied();
+            (id.clone(), reason, count.unwrap_or_default())
+        };
+        let of_each = |id| REASONS.map(|reason| count(id, reason));
+        called.iter().flat_map(of_each).collect()
+    }
+
+    fn count_error(&self, cluster_id: &str, reason: &'static str) {
+        let mut errors = lock(&self.errors);
+        *errors.entry((cluster_id.to_owned(), reason)).or_default() += 1;
+    }
+}
+
+/// Why a cluster could not be connected to, as one of [`REASONS`].
+fn reason(error: &CephError) -> &'static str {
+    match error {
+        CephError::Monitors(_) => "unanswered",
+        error if error.is_timed_out() => "unanswered",
+        error if error.is_access_denied() => "refused",
+        _ => "other",
     }
 }
 
@@ -187,9 +230,10 @@ impl Default for Slot {
 }
 
 impl Slot {
+    /// The connection. `connect` makes it, and learns whether it replaces a lost one.
     fn get(
         &self,
-        connect: impl FnOnce() -> Result<Arc<Cluster>, CephError>,
+        connect: impl FnOnce(bool) -> Result<Arc<Cluster>, CephError>,
     ) -> Result<Arc<Cluster>, CephError> {
         let mut state = lock(&self.state);
         state.last_used = Instant::now();
@@ -206,12 +250,13 @@ impl Slot {
         {
             return Ok(cluster.clone());
         }
-        let lost = state.last.take();
-        state.lost.extend(lost.and_then(Result::ok));
+        let lost = state.last.take().and_then(Result::ok);
+        let replaces_lost = lost.is_some();
+        state.lost.extend(lost);
         state.connecting = true;
         drop(state);
         let attempt = ConnectAttempt(self);
-        let outcome = connect();
+        let outcome = connect(replaces_lost);
         lock(&self.state).last = Some(outcome.clone());
         drop(attempt);
         outcome

@@ -53,6 +53,10 @@ metrics! {
         "Threads for calls that a device can block, idle ones included."
     describe_gauge STUCK_THREADS "uring_csi_stuck_threads" Count
         "Threads that a device has blocked for longer than any healthy device takes."
+    describe_counter RING_OPERATIONS "uring_csi_ring_operations_total" Count
+        "Operations submitted to io_uring, by operation: read (of a device that is probed), poll (for one event) or watch (for all)."
+    describe_gauge RING_IN_FLIGHT "uring_csi_ring_operations_in_flight" Count
+        "Operations on io_uring that have not ended, by operation; reads of a device that hangs stay."
     describe_counter LOG_LINES_DROPPED "uring_csi_log_lines_dropped_total" Count
         "Log lines that the agent dropped because stderr was not read."
     describe_gauge ADMISSION_PLACES "uring_csi_admission_places" Count
@@ -77,6 +81,8 @@ metrics! {
         "Bytes that the copies of images under way have left, holes included."
     describe_gauge CEPH_REACHABLE "uring_csi_ceph_cluster_reachable" Count
         "1 if the Ceph cluster answered the last call, else 0, by clusterID; NaN if nothing called it for minutes."
+    describe_counter CEPH_ERRORS "uring_csi_ceph_errors_total" Count
+        "Failures of connections to the Ceph cluster, by clusterID and reason: unanswered, refused, lost (fenced, or a call without an answer) or other."
     describe_gauge CEPH_TRASH_IMAGES "uring_csi_ceph_trash_images" Count
         "Deleted Ceph images that this controller has yet to remove."
     describe_gauge CEPH_FLATTEN_IMAGES "uring_csi_ceph_flatten_images" Count

@@ -54,6 +54,7 @@ fn a_connection_is_shared_until_it_is_lost() {
     let second = get();
     assert!(!Arc::ptr_eq(&first, &second));
     assert_eq!(connections.reachable(), reachable(Some(true)));
+    assert_eq!(counted(&connections, "shared"), [("lost", 1)]);
     let io = second.ioctx(&test.pool, "").unwrap();
     assert!(!io.exists("x").unwrap());
     fence("rm");
@@ -63,6 +64,15 @@ fn a_connection_is_shared_until_it_is_lost() {
     while weak.strong_count() > 0 {
         thread::park_timeout(short);
     }
+}
+
+/// The errors of a cluster that were counted, by reason.
+fn counted(connections: &Connections, cluster_id: &str) -> Vec<(&'static str, u64)> {
+    let errors = connections.errors().into_iter();
+    errors
+        .filter(|(id, _, count)| id == cluster_id && *count > 0)
+        .map(|(_, reason, count)| (reason, count))
+        .collect()
 }
 
 /// The address of a connection, from the watchers of an image that it has open.
@@ -123,8 +133,13 @@ fn a_dead_cluster_costs_its_callers_one_timeout_and_others_none() {
         connections.reachable(),
         [unreachable("closed"), unreachable("dead")]
     );
+    assert_eq!(counted(&connections, "closed"), [("unanswered", 1)]);
+    let [("unanswered", dead_attempts)] = counted(&connections, "dead")[..] else {
+        panic!("{:?}", connections.errors());
+    };
     // Each attempt made one connection, and the listener has them all.
     silent.set_nonblocking(true).unwrap();
     let attempts = iter::from_fn(|| silent.accept().ok()).count();
     assert!(attempts < 8, "{attempts}");
+    assert_eq!(u64::try_from(attempts), Ok(dead_attempts));
 }
