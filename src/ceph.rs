@@ -13,9 +13,12 @@
 pub mod client;
 pub mod csi_format;
 pub mod fencing;
+mod inspect;
 pub mod kms;
 #[cfg(feature = "node")]
 pub mod krbd;
+
+pub use inspect::inspect;
 
 #[cfg(test)]
 pub(crate) mod testing;

@@ -16,4 +16,5 @@ pub mod node;
 #[cfg(feature = "node")]
 pub mod run_dir;
 pub mod status;
+mod storage;
 pub mod validate;

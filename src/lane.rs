@@ -30,6 +30,10 @@ use futures_util::FutureExt as _;
 use tokio::sync::oneshot;
 use tracing::{Instrument as _, Span};
 
+mod inspections;
+
+pub use inspections::{Inspection, Inspections};
+
 /// How long a thread waits for another job before it ends.
 const IDLE: Duration = Duration::from_secs(10);
 

@@ -24,6 +24,7 @@ mod endpoint;
 mod error_chain;
 #[cfg(any(feature = "node", feature = "cli"))]
 mod file;
+mod finding;
 
 #[cfg(any(feature = "node", feature = "controller"))]
 mod admission;

@@ -46,6 +46,7 @@ pub mod claim;
 pub mod draft;
 pub mod format_marker;
 pub mod handle;
+mod inspect;
 mod room;
 mod scope;
 mod spares;

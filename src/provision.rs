@@ -16,7 +16,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Done, capability::AccessMode, error_chain, secret::Secrets};
+use crate::{Done, capability::AccessMode, error_chain, lane::Inspection, secret::Secrets};
 
 mod blocks;
 mod copy;
@@ -365,6 +365,8 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     }
     /// Checks that it can be used; an error says why not.
     fn check(&self) -> Result<(), ProvisionError>;
+    /// Trials of its pools, clusters or shares, for an operator.
+    fn inspections(&self) -> Vec<Inspection>;
     /// Finishes or undoes the work of controllers that have ended; returns the failures.
     /// Does not touch calls under way, of this and of other controllers.
     fn sweep(&self) -> Vec<ProvisionError>;

@@ -27,7 +27,8 @@ use crate::{
     Done,
     admission::Gates,
     device::{Backends, Source, ready::Uevents},
-    lane::Lanes,
+    finding::Finding,
+    lane::{Inspections, Lanes},
     mount::path::Roots,
     ring::{self, RuntimeHandle, probe::Prober},
 };
@@ -124,6 +125,7 @@ pub struct Node {
     occupied: Occupied,
     unrecovered: Unrecovered,
     heartbeat: Arc<Heartbeat>,
+    inspections: Inspections,
 }
 
 impl fmt::Debug for Node {
@@ -151,6 +153,7 @@ impl Node {
             backends: Arc::new(backends),
             places: Places::new(roots),
             records,
+            inspections: Inspections::new(lanes.clone()),
             lanes,
             prober: Prober::default(),
             uevents: Uevents::start()?,
@@ -164,6 +167,11 @@ impl Node {
         ring::spawn(node.backends.keep_connected(lanes, gates.reconnect.clone()));
         ring::spawn(expire(node.config.gates.clone()));
         Ok(node)
+    }
+
+    /// Tries out the pools, and asks the Ceph clusters.
+    pub async fn inspect(self: Arc<Self>) -> Vec<Finding> {
+        self.inspections.run(self.backends.inspections()).await
     }
 
     /// Runs a call that changes a volume.

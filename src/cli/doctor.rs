@@ -1,8 +1,9 @@
 //! `doctor`: whether this machine has what the driver needs, and what to do where not.
 
 use std::{
-    fs, io,
+    fs, io, iter,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use clap::Args;
@@ -16,17 +17,22 @@ use super::{answer::Answer, context::Context, error::CliError};
 use crate::{
     error_chain,
     kernel::{capabilities::NODE_NEEDS, exec, uring_setup::try_uring_setup},
-    proto::csi::ProbeRequest,
+    proto::{
+        admin::{CheckStorageRequest, CheckStorageResponse},
+        csi::ProbeRequest,
+    },
 };
 
-/// Checks this machine: kernel, privileges, drivers, programs, mounts, agents
+/// Checks this machine: kernel, privileges, drivers, programs, mounts, agents, storage
 #[derive(Args, Debug)]
 #[command(after_help = "\
 A state of `bad` keeps the node agent from starting, or from mounting anything, and the
 exit code is 1 then. `lacks` is about volumes of that kind alone. `unknown` cannot be told
 here, as in a container without the node's /lib/modules. Privileges and io_uring are those
-of this process: of the agent, where it runs in the agent's container. It changes nothing,
-and loads no modules.
+of this process: of the agent, where it runs in the agent's container. It loads no modules.
+
+Each agent that runs tries out its pools, with a file that it removes again, and asks the
+monitors of its Ceph clusters. What does not answer costs a few seconds.
 
 Examples:
   uringctl doctor
@@ -133,8 +139,8 @@ impl Doctor {
         checks.extend(PROGRAMS.iter().map(|program| machine.program(program)));
         checks.push(machine.librbd());
         checks.push(machine.propagation(&self.kubelet_dir));
-        checks.push(node_agent(context).await);
-        checks.push(controller(context).await);
+        checks.extend(node_agent(context).await);
+        checks.extend(controller(context).await);
         Ok(DoctorAnswer { checks })
     }
 }
@@ -142,9 +148,11 @@ impl Doctor {
 impl Answer for DoctorAnswer {
     /// A line for each check, and one below it where there is something to do.
     fn text(&self) -> String {
+        let width = self.checks.iter().map(|check| check.name.len()).max();
+        let width = width.unwrap_or_default();
         let lines = self.checks.iter().map(|check| {
             let (name, state) = (&check.name, check.state.as_str());
-            let line = format!("{state:7} {name:18} {}", check.found);
+            let line = format!("{state:7} {name:width$} {}", check.found);
             match check.advice.as_str() {
                 "" => line,
                 advice => format!("{line}\n{:7} {advice}", ""),
@@ -455,14 +463,24 @@ impl Machine {
     }
 }
 
-async fn node_agent(context: &Context) -> Check {
+/// Longer than an agent takes to find that its storage does not answer.
+const AGENT_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// The answer of an agent, which may be stopped or hang.
+async fn in_time<T>(call: impl Future<Output = Result<T, CliError>>) -> Result<T, String> {
+    match tokio::time::timeout(AGENT_TIMEOUT, call).await {
+        Ok(answer) => answer.map_err(|error| error_chain(&error)),
+        Err(_) => Err(format!("no answer within {} s", AGENT_TIMEOUT.as_secs())),
+    }
+}
+
+async fn node_agent(context: &Context) -> Vec<Check> {
     const NAME: &str = "node agent";
-    match context.agent_info().await {
-        Err(error) => Check::lacks(
-            NAME,
-            error_chain(&error),
-            "start it, or name its socket by --node-endpoint",
-        ),
+    let agent = match in_time(context.agent_info()).await {
+        Err(found) => {
+            let advice = "start it, or name its socket by --node-endpoint";
+            return vec![Check::lacks(NAME, found, advice)];
+        }
         Ok(info) if info.not_ready_because.is_empty() => {
             Check::good(NAME, format!("ready, pools: {}", info.pools.join(" ")))
         }
@@ -471,24 +489,59 @@ async fn node_agent(context: &Context) -> Check {
             format!("not ready: {}", info.not_ready_because),
             "mend that; it becomes ready by itself",
         ),
-    }
+    };
+    let storage = in_time(context.admin(
+        CHECK_STORAGE,
+        CheckStorageRequest {},
+        async |mut client, request| client.check_storage(request).await,
+    ));
+    with_storage(agent, NAME, storage.await)
 }
 
-async fn controller(context: &Context) -> Check {
+async fn controller(context: &Context) -> Vec<Check> {
     const NAME: &str = "controller";
-    let probe = context.controller_identity(
+    let probe = in_time(context.controller_identity(
         "probe the controller",
         ProbeRequest {},
         async |mut client, request| client.probe(request).await,
-    );
-    match probe.await {
-        Ok(_) => Check::good(NAME, "answers"),
-        Err(error) => Check::lacks(
-            NAME,
-            error_chain(&error),
-            "none is needed on this machine, unless it has local pools; else start it, or name its socket by --controller-endpoint",
-        ),
+    ));
+    if let Err(found) = probe.await {
+        let advice = "none is needed on this machine, unless it has local pools; else start it, or name its socket by --controller-endpoint";
+        return vec![Check::lacks(NAME, found, advice)];
     }
+    let storage = in_time(context.controller_admin(
+        CHECK_STORAGE,
+        CheckStorageRequest {},
+        async |mut client, request| client.check_storage(request).await,
+    ));
+    with_storage(Check::good(NAME, "answers"), NAME, storage.await)
+}
+
+const CHECK_STORAGE: &str = "check the storage";
+
+/// The check of an agent, and below it those that the agent made of its storage.
+fn with_storage(
+    agent: Check,
+    name: &str,
+    answer: Result<CheckStorageResponse, String>,
+) -> Vec<Check> {
+    let findings = match answer {
+        Ok(answer) => answer.findings,
+        Err(found) => {
+            let advice = "uringctl and the agent may be of different versions; else see its log";
+            let storage = Check::unknown(format!("{name}: storage"), found, advice);
+            return vec![agent, storage];
+        }
+    };
+    let storage = findings.into_iter().map(|finding| {
+        let name = format!("{name}: {}", finding.subject);
+        if finding.remedy.is_empty() {
+            Check::good(name, finding.found)
+        } else {
+            Check::lacks(name, finding.found, finding.remedy)
+        }
+    });
+    iter::once(agent).chain(storage).collect()
 }
 
 #[cfg(test)]

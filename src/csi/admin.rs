@@ -7,7 +7,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     call::{Caller, observed},
-    validate,
+    storage, validate,
 };
 use crate::{
     device::Source,
@@ -15,13 +15,14 @@ use crate::{
     manager::{Manager, PlannedState, WantedState},
     observe::Readiness,
     proto::admin::{
-        FormatVolumeRequest, FormatVolumeResponse, GetAgentInfoRequest, GetAgentInfoResponse,
-        HeldVolume, ListHeldVolumesRequest, ListHeldVolumesResponse, ListWantedVolumesRequest,
-        ListWantedVolumesResponse, ParkVolumesRequest, ParkVolumesResponse, PlanVolumesRequest,
-        PlanVolumesResponse, PlannedVolume, Target, WantedVolume, node_admin_server::NodeAdmin,
+        CheckStorageRequest, CheckStorageResponse, FormatVolumeRequest, FormatVolumeResponse,
+        GetAgentInfoRequest, GetAgentInfoResponse, HeldVolume, ListHeldVolumesRequest,
+        ListHeldVolumesResponse, ListWantedVolumesRequest, ListWantedVolumesResponse,
+        ParkVolumesRequest, ParkVolumesResponse, PlanVolumesRequest, PlanVolumesResponse,
+        PlannedVolume, Target, WantedVolume, node_admin_server::NodeAdmin,
     },
     volume::{
-        Cause, Config, Listed, NodeHandle, Outcome,
+        Cause, Config, Listed, Node, NodeHandle, Outcome,
         spec::{self, Call, Format},
     },
 };
@@ -186,6 +187,20 @@ impl NodeAdmin for AdminService {
             Ok(ParkVolumesResponse {})
         };
         observed("ParkVolumes", "", caller, park).await
+    }
+
+    async fn check_storage(
+        &self,
+        request: Request<CheckStorageRequest>,
+    ) -> Result<Response<CheckStorageResponse>, Status> {
+        let caller = Caller::of(request.metadata());
+        observed("CheckStorage", "", caller, async {
+            let found = self.node.run(Node::inspect).await;
+            let found =
+                found.ok_or_else(|| Status::unavailable("the node agent is shutting down"))?;
+            Ok(storage::answer(found))
+        })
+        .await
     }
 
     async fn get_agent_info(

@@ -3,7 +3,7 @@
 use std::{fmt, sync::Arc};
 
 use super::Backends;
-use crate::error_chain;
+use crate::{ceph, error_chain, lane::Inspection};
 
 type CheckFn = dyn Fn() -> Result<(), String> + Send + Sync;
 
@@ -52,6 +52,21 @@ impl Backends {
                 clusters.check().map_err(|error| error_chain(&error))
             })
         });
+        pools.chain(clusters).collect()
+    }
+
+    /// A trial of every pool, and a question to the monitors of every cluster: for an
+    /// operator, as it writes to pools, and connects.
+    pub fn inspections(&self) -> Vec<Inspection> {
+        let pools = self.images.pools.iter().map(|pool| {
+            let pool = pool.clone();
+            Inspection::new(format!("pool {}", pool.name), move || vec![pool.inspect()])
+        });
+        let clusters = self
+            .ceph
+            .clusters
+            .clone()
+            .map(|clusters| Inspection::new("Ceph clusters", move || ceph::inspect(&clusters)));
         pools.chain(clusters).collect()
     }
 }

@@ -264,6 +264,21 @@ fn sync_parent(path: &Path, how: Durability) -> io::Result<()> {
     }
 }
 
+/// Makes a draft in `tmp`, links it, and removes both names. Fails where that, or its lock,
+/// does not work.
+pub fn try_out(tmp: &Path) -> io::Result<()> {
+    let draft = Draft::new(tmp)?;
+    if is_live(tmp, draft.id())? {
+        // In `tmp`, too, where a sweep removes what a crash left.
+        let second = tmp.join(unique_name());
+        draft.link(&second)?;
+        return std::fs::remove_file(second);
+    }
+    Err(io::Error::other(
+        "a file that is locked could be locked again",
+    ))
+}
+
 /// Whether the writer of this draft lives.
 pub fn is_live(tmp: &Path, id: &str) -> io::Result<bool> {
     let file = match open_to_lock(&tmp.join(id)) {

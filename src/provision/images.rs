@@ -40,7 +40,12 @@ use super::{
     PublishRequest, PublishedVolume, Range, Release, SnapshotInfo, VolumeCondition, VolumeInfo,
     VolumeUse,
 };
-use crate::{Kind, pool::Pools, secret::Secrets};
+use crate::{
+    Kind,
+    lane::Inspection,
+    pool::{Pool, Pools},
+    secret::Secrets,
+};
 
 mod blocks;
 mod capacity;
@@ -106,6 +111,14 @@ impl Provisioner for ImageStore {
     fn check(&self) -> Result<(), ProvisionError> {
         let mut pools = self.pools.iter();
         pools.try_for_each(|pool| Ok(pool.check_scope()?))
+    }
+
+    fn inspections(&self) -> Vec<Inspection> {
+        let each = self.pools.iter().cloned();
+        let inspection = |pool: Pool| {
+            Inspection::new(format!("pool {}", pool.name), move || vec![pool.inspect()])
+        };
+        each.map(inspection).collect()
     }
 
     fn sweep(&self) -> Vec<ProvisionError> {

@@ -25,7 +25,7 @@ use super::{
     images::{Copies, CopyKind, CopyTarget, refuse_any},
     serialized::KeyedMutex,
 };
-use crate::{Done, crash_point, digest, nfs::Directory, secret::Secrets};
+use crate::{Done, crash_point, digest, lane::Inspection, nfs::Directory, secret::Secrets};
 
 mod below;
 mod class;
@@ -550,6 +550,16 @@ impl Provisioner for NfsStore {
             let opened = export.open().map_err(failed("open", &export.share));
             opened.map(drop)
         })
+    }
+
+    fn inspections(&self) -> Vec<Inspection> {
+        let each = self.exports.iter().cloned();
+        let inspection = |export: NfsExport| {
+            Inspection::new(format!("share {}", export.share), move || {
+                vec![export.inspect()]
+            })
+        };
+        each.map(inspection).collect()
     }
 
     fn sweep(&self) -> Vec<ProvisionError> {

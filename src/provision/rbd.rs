@@ -24,7 +24,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     io,
     path::Path,
-    sync::{Mutex, atomic::Ordering::Relaxed},
+    sync::{Arc, Mutex, atomic::Ordering::Relaxed},
     time::{Duration, Instant},
 };
 
@@ -37,6 +37,7 @@ use super::{
 use crate::{
     Done,
     ceph::{
+        self,
         client::{Credentials, connections::Connections, rados::Timeouts},
         csi_format::{
             config::{Clusters, Mappings},
@@ -44,7 +45,7 @@ use crate::{
         },
         kms::KmsConfig,
     },
-    lane::Lanes,
+    lane::{Inspection, Lanes},
     secret::Secrets,
 };
 
@@ -123,7 +124,7 @@ pub const QUIET_FOR: Duration = Duration::from_secs(60);
 /// The store of RBD images, which all calls share. Most of its functions block.
 #[derive(Debug)]
 pub struct RbdStore {
-    clusters: Clusters,
+    clusters: Arc<Clusters>,
     mappings: Mappings,
     connections: Connections,
     operators: Operators,
@@ -146,7 +147,7 @@ impl RbdStore {
     /// Connects to nothing yet.
     pub fn new(settings: Settings<'_>, lanes: &Lanes) -> io::Result<Self> {
         Ok(Self {
-            clusters: Clusters::new(settings.config),
+            clusters: Arc::new(Clusters::new(settings.config)),
             mappings: Mappings::new(settings.mapping),
             connections: Connections::new(Timeouts::default())?,
             operators: settings.operators,
@@ -219,6 +220,12 @@ impl Provisioner for RbdStore {
     fn check(&self) -> Result<(), ProvisionError> {
         self.clusters.check().map_err(RbdError::from)?;
         Ok(self.operators.check()?)
+    }
+
+    fn inspections(&self) -> Vec<Inspection> {
+        let clusters = self.clusters.clone();
+        let look = move || ceph::inspect(&clusters);
+        vec![Inspection::new("Ceph clusters", look)]
     }
 
     fn sweep(&self) -> Vec<ProvisionError> {

@@ -27,7 +27,8 @@ use super::{
 };
 use crate::{
     ceph::csi_format::handle::is_ours as is_ceph_handle,
-    lane::{self, Lanes},
+    finding::Finding,
+    lane::{self, Inspections, Lanes},
     pool::handle::{GroupHandle, SnapshotHandle, VolumeHandle},
     secret::Secrets,
 };
@@ -44,6 +45,7 @@ pub struct Stores {
     /// Directories of NFS servers: `--nfs-export`.
     nfs: Option<Serialized>,
     reclaims: Reclaims,
+    inspections: Inspections,
 }
 
 /// The kind of a store, in the order of listings.
@@ -118,6 +120,7 @@ impl Stores {
             rbd: rbd.map(|store| over(store)),
             nfs: nfs.map(|store| over(store)),
             reclaims: Reclaims::default(),
+            inspections: Inspections::new(lanes.clone()),
         }
     }
 
@@ -237,6 +240,12 @@ impl Stores {
             it.run("check", "check", Provisioner::check).await?;
         }
         Ok(())
+    }
+
+    /// Tries out the pools and shares, and asks the Ceph clusters.
+    pub async fn inspect(&self) -> Vec<Finding> {
+        let all = self.present().flat_map(|(_, it)| it.store.inspections());
+        self.inspections.run(all.collect()).await
     }
 
     /// Finishes or undoes the work of ended controllers in a store; returns the failures.

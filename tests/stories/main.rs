@@ -15,6 +15,7 @@ mod block;
 mod controller_rules;
 mod copies;
 mod crashes;
+mod doctor;
 mod faults;
 mod filesystems;
 mod fs_group;

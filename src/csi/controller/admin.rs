@@ -4,15 +4,19 @@ use prost_types::Timestamp;
 use tonic::{Request, Response, Status};
 
 use super::{
-    super::call::{Caller, observed},
+    super::{
+        call::{Caller, observed},
+        storage,
+    },
     listing,
     service::{answered, taken},
     signed,
 };
 use crate::{
     proto::admin::{
-        CopyUnderWay, ListCopiesRequest, ListCopiesResponse, ListNamedSnapshotsRequest,
-        ListNamedSnapshotsResponse, NamedSnapshot, controller_admin_server::ControllerAdmin,
+        CheckStorageRequest, CheckStorageResponse, CopyUnderWay, ListCopiesRequest,
+        ListCopiesResponse, ListNamedSnapshotsRequest, ListNamedSnapshotsResponse, NamedSnapshot,
+        controller_admin_server::ControllerAdmin,
     },
     provision::{
         Omitted, SnapshotInfo, Stores,
@@ -44,6 +48,17 @@ impl ControllerAdmin for ControllerAdminService {
         observed("ListCopies", "", caller, async {
             let copies = self.copies.list().into_iter().map(under_way).collect();
             Ok(ListCopiesResponse { copies })
+        })
+        .await
+    }
+
+    async fn check_storage(
+        &self,
+        request: Request<CheckStorageRequest>,
+    ) -> Result<Response<CheckStorageResponse>, Status> {
+        let caller = Caller::of(request.metadata());
+        observed("CheckStorage", "", caller, async {
+            Ok(storage::answer(self.stores.inspect().await))
         })
         .await
     }

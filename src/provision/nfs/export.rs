@@ -14,8 +14,8 @@ use std::{
 use rustix::{
     fd::OwnedFd,
     fs::{
-        AtFlags, CWD, Mode, OFlags, StatVfs, StatxAttributes, StatxFlags, fchmod, fstatvfs, openat,
-        statx, unlinkat,
+        Access, AtFlags, CWD, Mode, OFlags, StatVfs, StatxAttributes, StatxFlags, accessat, fchmod,
+        fstatvfs, openat, statx, unlinkat,
     },
     io::Errno,
 };
@@ -24,7 +24,7 @@ use super::{
     below::{self, absent_is_none, split, walk},
     quota, removal,
 };
-use crate::{Done, crash_point, nfs::Directory};
+use crate::{Done, crash_point, finding::Finding, nfs::Directory, size::human};
 
 /// `--nfs-export`: `SERVER:/SHARE=DIR[,mounted]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -73,6 +73,34 @@ impl NfsExport {
             }
         }
         Ok(root)
+    }
+
+    /// Whether the share is there and can be written to, and its room.
+    pub fn inspect(&self) -> Finding {
+        let subject = format!("share {}", self.share);
+        let tried = self.open().and_then(|root| {
+            accessat(&root, ".", Access::WRITE_OK, AtFlags::EACCESS)?;
+            Ok(fstatvfs(root)?)
+        });
+        let human = |blocks: u64, fs: &StatVfs| {
+            let bytes = blocks.saturating_mul(fs.f_frsize);
+            human(i64::try_from(bytes).unwrap_or(i64::MAX))
+        };
+        match tried {
+            Ok(fs) => Finding::usable(
+                subject,
+                format!(
+                    "writable, {} of {} free",
+                    human(fs.f_bavail, &fs),
+                    human(fs.f_blocks, &fs)
+                ),
+            ),
+            Err(error) => Finding::faulty(
+                subject,
+                format!("{}: {error}", self.dir.display()),
+                "mount the share there, writable for the controller, or correct --nfs-export",
+            ),
+        }
     }
 
     /// The room of the share.
