@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Shows what becomes of volumes when something fails, on this machine's kernel: a disk that
 # stops answering, a volume that another mount namespace keeps mounted, an agent that is killed
-# in the middle of a stage, a call that is made twice, a device with foreign data. Needs root and takes seconds; removes everything at exit.
+# in the middle of a stage, a call that is made twice, a device with foreign data. Needs root
+# and takes seconds; removes everything at exit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/agents.sh
