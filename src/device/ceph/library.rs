@@ -199,7 +199,9 @@ impl QueriedImage {
         );
         self.pool.break_lock(handle, &name, &cookie)?;
         let lock = self.pool.try_lock(handle, &name, &cookie, ROTATION)?;
-        lock.ok_or(CephImageError::RotatedElsewhere)
+        // ceph-csi creates the object again for the next rotation.
+        lock.map(ObjectLock::with_object)
+            .ok_or(CephImageError::RotatedElsewhere)
     }
 
     /// Stores its own passphrase, sealed, in its metadata.
@@ -332,7 +334,20 @@ mod tests {
         let held = of_ceph_csi().expect("it is free");
         assert_eq!(lock(0, "node-a").unwrap_err().kind(), Kind::InUse);
         drop(held);
-        lock(1, "node-b").unwrap();
+        let held = lock(1, "node-b").unwrap();
+        assert!(other.exists("volume").unwrap());
+        drop(held);
+        assert!(!other.exists("volume").unwrap());
+
+        // One that has lost its lock meanwhile leaves the object to who has it.
+        let lost = lock(1, "node-b").unwrap();
+        other
+            .break_lock("volume", "volume-mutexlock", "uring-csi node-b")
+            .unwrap();
+        let held = of_ceph_csi().expect("it is free");
+        drop(lost);
+        assert_eq!(lock(0, "node-a").unwrap_err().kind(), Kind::InUse);
+        drop(held);
     }
 
     #[test]

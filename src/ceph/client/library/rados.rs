@@ -79,7 +79,6 @@ table! {
         io: IoCtx, object: *const c_char, name: *const c_char, cookie: *const c_char,
         description: *const c_char, duration: *mut libc::timeval, flags: u8,
     ) -> c_int;
-    fn rados_unlock(io: IoCtx, object: *const c_char, name: *const c_char, cookie: *const c_char) -> c_int;
     fn rados_list_lockers(
         io: IoCtx, object: *const c_char, name: *const c_char, exclusive: *mut c_int,
         tag: *mut c_char, tag_len: *mut usize, clients: *mut c_char, clients_len: *mut usize,
@@ -107,6 +106,10 @@ table! {
     );
     fn rados_write_op_omap_rm_keys2(
         op: WriteOp, keys: *const *const c_char, key_lens: *const usize, count: usize,
+    );
+    fn rados_write_op_exec(
+        op: WriteOp, class: *const c_char, method: *const c_char,
+        input: *const c_char, input_len: usize, result: *mut c_int,
     );
     fn rados_write_op_remove(op: WriteOp);
     fn rados_write_op_operate(

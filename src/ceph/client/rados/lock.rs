@@ -1,11 +1,8 @@
 //! Exclusive locks on objects, which the OSD keeps.
 
-use std::{
-    ffi::{CString, c_int},
-    time::Duration,
-};
+use std::{ffi::c_int, time::Duration};
 
-use super::{IoCtx, abi};
+use super::{IoCtx, abi, write::WriteOp};
 use crate::ceph::client::{CephError, call::texts};
 
 /// The space for the texts of a lock's owner.
@@ -15,9 +12,19 @@ const TEXT: usize = 4096;
 #[derive(Debug)]
 pub struct ObjectLock<'a> {
     io: &'a IoCtx,
-    object: CString,
-    name: CString,
-    cookie: CString,
+    object: String,
+    name: String,
+    cookie: String,
+    removes_object: bool,
+}
+
+impl ObjectLock<'_> {
+    /// Has the object removed together with the lock.
+    #[must_use]
+    pub fn with_object(mut self) -> Self {
+        self.removes_object = true;
+        self
+    }
 }
 
 impl IoCtx {
@@ -31,8 +38,7 @@ impl IoCtx {
         duration: Duration,
     ) -> Result<Option<ObjectLock<'_>>, CephError> {
         let call = self.call("lock", "object", object);
-        let (object, name) = (call.text(object)?, call.text(name)?);
-        let cookie = call.text(cookie)?;
+        let texts = (call.text(object)?, call.text(name)?, call.text(cookie)?);
         let mut duration = libc::timeval {
             tv_sec: libc::time_t::try_from(duration.as_secs()).unwrap_or(libc::time_t::MAX),
             tv_usec: duration.subsec_micros().into(),
@@ -42,9 +48,9 @@ impl IoCtx {
         let answer = call.changed(unsafe {
             lock(
                 self.raw(),
-                object.as_ptr(),
-                name.as_ptr(),
-                cookie.as_ptr(),
+                texts.0.as_ptr(),
+                texts.1.as_ptr(),
+                texts.2.as_ptr(),
                 c"".as_ptr(),
                 &raw mut duration,
                 abi::MAY_RENEW,
@@ -55,9 +61,10 @@ impl IoCtx {
             answer => answer.map(|()| {
                 Some(ObjectLock {
                     io: self,
-                    object,
-                    name,
-                    cookie,
+                    object: object.to_owned(),
+                    name: name.to_owned(),
+                    cookie: cookie.to_owned(),
+                    removes_object: false,
                 })
             }),
         }
@@ -138,16 +145,13 @@ impl IoCtx {
 
 impl Drop for ObjectLock<'_> {
     fn drop(&mut self) {
-        let unlock = self.io.cluster().libraries.rados.rados_unlock;
-        // An expired lock may not exist any more; a lock that cannot be removed expires.
-        // SAFETY: the texts end in NUL.
-        let _ = unsafe {
-            unlock(
-                self.io.raw(),
-                self.object.as_ptr(),
-                self.name.as_ptr(),
-                self.cookie.as_ptr(),
-            )
-        };
+        let mut op = WriteOp::new().unlock(&self.name, &self.cookie);
+        // In one step, and only while this connection has the lock: once it has expired,
+        // another may have it, and the object is that one's.
+        if self.removes_object {
+            op = op.remove();
+        }
+        // A lock that cannot be removed expires.
+        let _ = self.io.run("unlock", &self.object, &op);
     }
 }

@@ -18,6 +18,7 @@ enum WriteStep<'a> {
     Compare(&'a str, &'a str),
     Set(Vec<(&'a str, &'a str)>),
     Unset(Vec<&'a str>),
+    Unlock(&'a str, &'a str),
     Remove,
 }
 
@@ -61,6 +62,13 @@ impl<'a> WriteOp<'a> {
     #[must_use]
     pub fn unset(self, keys: impl IntoIterator<Item = &'a str>) -> Self {
         self.then(WriteStep::Unset(keys.into_iter().collect()))
+    }
+
+    /// Removes the lock of that name that this connection has by that cookie; fails if it has
+    /// none ([`CephError::is_not_found`]).
+    #[must_use]
+    pub fn unlock(self, name: &'a str, cookie: &'a str) -> Self {
+        self.then(WriteStep::Unlock(name, cookie))
     }
 
     /// Removes the object.
@@ -154,7 +162,28 @@ fn add(functions: &abi::Functions, op: abi::WriteOp, step: &WriteStep<'_>) {
                     lens.len(),
                 );
             }
+            WriteStep::Unlock(name, cookie) => {
+                let input = unlock_input(name, cookie);
+                (functions.rados_write_op_exec)(
+                    op,
+                    c"lock".as_ptr(),
+                    c"unlock".as_ptr(),
+                    input.as_ptr().cast(),
+                    input.len(),
+                    ptr::null_mut(),
+                );
+            }
             WriteStep::Remove => (functions.rados_write_op_remove)(op),
         }
     }
+}
+
+/// The input of the method `unlock` of the object class `lock` (`cls_lock_unlock_op` in Ceph's
+/// `cls_lock_ops.h`): its version, the oldest that can read it, the length of what follows,
+/// and two texts after their lengths, all little endian.
+fn unlock_input(name: &str, cookie: &str) -> Vec<u8> {
+    let len = |len: usize| u32::try_from(len).unwrap_or(u32::MAX).to_le_bytes();
+    let text = |text: &str| [&len(text.len()), text.as_bytes()].concat();
+    let texts = [text(name), text(cookie)].concat();
+    [&[1, 1], &len(texts.len())[..], &texts].concat()
 }
