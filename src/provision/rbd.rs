@@ -66,6 +66,7 @@ mod left_snapshots;
 mod listing;
 mod lookup;
 mod metadata;
+mod mirrored_entry;
 mod networks;
 mod operators;
 mod orphans;
