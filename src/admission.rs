@@ -333,8 +333,8 @@ impl Drop for Permit {
 #[derive(Clone, Debug, clap::Args)]
 #[allow(clippy::struct_field_names, reason = "the names of the flags")]
 pub struct Limits {
-    /// Volumes that are attached at once, not counting devices that hang; also lookups of
-    /// volumes, and writes of inline volumes' records.
+    /// Volumes that are attached at once, not counting devices that hang; also mounts of NFS
+    /// directories, lookups of volumes, and writes of inline volumes' records.
     #[arg(long, env = "URING_CSI_MAX_ATTACHES", default_value_t = 32, value_parser = positive, value_name = "N")]
     pub max_attaches: usize,
     /// Devices that are probed at once.
@@ -356,8 +356,8 @@ pub struct Limits {
     /// NBD devices that are reconnected at once, one for each server.
     #[arg(long, env = "URING_CSI_MAX_RECONNECTS", default_value_t = 32, value_parser = positive, value_name = "N")]
     pub max_reconnects: usize,
-    /// Volumes that wait to be looked up, and others that wait to be attached; further calls
-    /// get RESOURCE_EXHAUSTED and may be retried.
+    /// Volumes that wait to be looked up, and others that wait to be attached, or to be mounted
+    /// from an NFS server; further calls get RESOURCE_EXHAUSTED and may be retried.
     #[arg(long, env = "URING_CSI_MAX_WAITING", default_value_t = 4096, value_parser = positive, value_name = "N")]
     pub max_waiting: usize,
 }
@@ -385,7 +385,7 @@ pub struct Gates {
     /// is limited, and that of the attach: an attached volume waits for its next step without
     /// limit.
     pub look: Gate,
-    /// Attaching a device.
+    /// Attaching a device; mounting a directory of a server.
     pub attach: Gate,
     /// Changing the record of an inline volume.
     pub record: Gate,

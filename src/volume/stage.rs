@@ -335,7 +335,9 @@ impl Staging<'_> {
             already("mount", Done::Already);
             mounted
         } else {
-            let gate = &cx.node.config.gates.mount;
+            // Its mount is what waits for a server, as the attach of others, and is begun
+            // with nothing in hand: so a flood of calls is refused here.
+            let gate = &cx.node.config.gates.attach;
             let _admission = cx.admit(gate, &spec.source).await?;
             cx.step("mount", || {
                 make_room(place)?;

@@ -3,7 +3,7 @@
 use std::{
     fs,
     io::{Read as _, Write as _},
-    net::TcpStream,
+    net::{TcpListener, TcpStream},
     os::unix::fs::PermissionsExt as _,
     path::Path,
     time::Duration,
@@ -121,6 +121,75 @@ fn a_full_queue_refuses_and_the_call_may_be_repeated() {
             assert!(message.contains("--max-waiting"), "{status:?}");
         }
         ends(&node, stuck).await;
+    });
+}
+
+/// A port that answers no attempt to connect, as a server that has lost its power.
+struct SilentPort {
+    port: u16,
+    _listener: TcpListener,
+    _clients: Vec<TcpStream>,
+}
+
+impl SilentPort {
+    fn new() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("its address");
+        // The kernel drops what exceeds the queue of a listener that accepts nobody.
+        let connect = || TcpStream::connect_timeout(&address, Duration::from_millis(500)).ok();
+        Self {
+            port: address.port(),
+            _clients: std::iter::from_fn(connect).collect(),
+            _listener: listener,
+        }
+    }
+}
+
+#[test]
+fn a_flood_of_volumes_of_a_silent_nfs_server_is_refused_and_delays_no_other() {
+    story(async |sandbox| {
+        let server = SilentPort::new();
+        let setup = (NodeSetup::new(sandbox).arg("--max-attaches=4")).arg("--max-waiting=8");
+        let node = Node::start_with(sandbox, setup).await;
+        let volumes: Vec<_> = (0..24)
+            .map(|number| {
+                Volume::filesystem(&format!("v{number}"), "")
+                    .with("server", "127.0.0.1")
+                    .with("share", "/share")
+                    .with("mountOptions", &format!("port={}", server.port))
+            })
+            .collect();
+        let stage = async |volume| loop {
+            let stage = node.with_timeout(Duration::from_secs(5), node.stage(volume));
+            let status = stage.await.expect_err("the server is silent");
+            if !status.message().contains("step look") {
+                break status;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        };
+        let other = async {
+            let alive = sandbox.volume("alive", "ext4");
+            let target = node.up(&alive, "pod").await;
+            Content::new("alive").write(&target.join("file"));
+            node.down(&alive, "pod").await;
+        };
+        let (answers, ()) = tokio::join!(at_once(volumes.iter().map(stage)), other);
+        // Three have permits, six may wait, and three have these once the first are stuck.
+        let refused: Vec<_> = (answers.iter())
+            .filter(|status| status.code() == Code::ResourceExhausted)
+            .collect();
+        assert!(refused.len() >= volumes.len() / 2, "{answers:?}");
+        for status in refused {
+            for words in ["step attach", "--max-waiting", "retry later"] {
+                assert!(status.message().contains(words), "{status:?}");
+            }
+        }
+        drop(server);
+        for volume in &volumes {
+            node.retry_until_ok("unstaged", async || node.unstage(volume).await)
+                .await;
+        }
+        node.assert_clean().await;
     });
 }
 
