@@ -1,6 +1,8 @@
 //! Directories of NFS servers, on a kernel that has the client: servers that work, that
 //! die under I/O and return, or stay away.
 
+mod version_3;
+
 use std::{
     fs,
     os::unix::fs::PermissionsExt as _,
@@ -22,8 +24,11 @@ fn nfs_story(body: impl AsyncFnOnce(&Sandbox) + Send) {
 
 /// A node whose unmounts soon give up on dead servers.
 async fn impatient_node(sandbox: &Sandbox) -> Node {
-    let setup = NodeSetup::new(sandbox).arg("--nfs-unmount-timeout=1");
-    Node::start_with(sandbox, setup).await
+    impatient_node_with(sandbox, NodeSetup::new(sandbox)).await
+}
+
+async fn impatient_node_with(sandbox: &Sandbox, setup: NodeSetup) -> Node {
+    Node::start_with(sandbox, setup.arg("--nfs-unmount-timeout=1")).await
 }
 
 async fn health(node: &Node, volume: &Volume) -> Vec<String> {
@@ -166,6 +171,57 @@ fn read_only_and_permissions_are_as_requested() {
 
 #[test]
 fn what_cannot_be_mounted_is_refused_and_leaves_nothing() {
+#[test]
+fn repeats_are_answered_and_calls_that_contradict_are_refused() {
+    nfs_story(async |sandbox| {
+        let server = NfsServer::start(sandbox, "server").await;
+        let node = Node::start(sandbox).await;
+        let volume = server.volume("v", "v").flags(&["noatime"]);
+        let other = server.volume("v", "other");
+        let target = node.up(&volume, "pod").await;
+        node.stage(&volume).await.expect("staged already");
+        let publish = node.publish(&volume, "pod").await;
+        publish.expect("published already");
+        for wrong in [
+            volume.clone().flags(&["noatime", "soft"]),
+            volume.clone().mode(Mode::MultiNodeReaderOnly),
+            other.flags(&["noatime"]),
+        ] {
+            refused(node.stage(&wrong).await, Code::AlreadyExists, &["staged"]);
+        }
+        let status = node.publish_read_only(&volume, "pod").await;
+        refused(status, Code::AlreadyExists, &["published"]);
+        refused(
+            node.unstage(&volume).await,
+            Code::FailedPrecondition,
+            &["still published"],
+        );
+        let elsewhere = node.target(&volume, "elsewhere");
+        refused(node.stats(&volume, &elsewhere).await, Code::NotFound, &[]);
+        let grown = node.expand(&volume, &elsewhere, 1 << 50).await;
+        refused(grown, Code::NotFound, &[]);
+        for _ in 0..2 {
+            node.down(&volume, "pod").await;
+        }
+        refused(node.stats(&volume, &target).await, Code::NotFound, &[]);
+        refused(
+            node.publish(&volume, "pod").await,
+            Code::FailedPrecondition,
+            &["stage it first"],
+        );
+
+        let single = volume.mode(Mode::SingleNodeSingleWriter);
+        node.up(&single, "pod").await;
+        refused(
+            node.publish(&single, "second").await,
+            Code::FailedPrecondition,
+            &["allows one target"],
+        );
+        node.down(&single, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
     nfs_story(async |sandbox| {
         let server = NfsServer::start(sandbox, "server").await;
         let node = Node::start(sandbox).await;

@@ -7,6 +7,8 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
+use rustix::process::{Pid, Signal, kill_process};
+
 use super::{Sandbox, Volume, eventually, free_port, run, run_err, skip_test, skip_uninstalled};
 
 /// Whether this kernel can mount directories of NFS servers, and a server is installed.
@@ -26,12 +28,13 @@ pub fn can_use_nfs() -> bool {
 /// The share of every server.
 pub const SHARE: &str = "/share";
 
-/// nfs-ganesha over one directory, by NFS 4.
+/// nfs-ganesha over one directory.
 pub struct NfsServer {
     dir: PathBuf,
     export: PathBuf,
     port: u16,
     process: Option<Child>,
+    _rpcbind: Option<Rpcbind>,
 }
 
 impl NfsServer {
@@ -42,8 +45,27 @@ impl NfsServer {
         Self::start_over(sandbox, name, export).await
     }
 
-    /// A server of that name whose share is the directory.
+    /// A server of that name whose share is the directory, by NFS 4.
     pub async fn start_over(sandbox: &Sandbox, name: &str, export: PathBuf) -> Self {
+        Self::start_with(sandbox, name, export, 4, None).await
+    }
+
+    /// A server of NFS 3 alone. One story at a time: of two servers, this machine's rpcbind
+    /// would name one.
+    pub async fn start_version_3(sandbox: &Sandbox, name: &str) -> Self {
+        let export = sandbox.dir().join(name).join("export");
+        fs::create_dir_all(&export).expect("a directory");
+        let rpcbind = Rpcbind::start().await;
+        Self::start_with(sandbox, name, export, 3, rpcbind).await
+    }
+
+    async fn start_with(
+        sandbox: &Sandbox,
+        name: &str,
+        export: PathBuf,
+        version: u8,
+        rpcbind: Option<Rpcbind>,
+    ) -> Self {
         let dir = sandbox.dir().join(name);
         fs::create_dir_all(dir.join("recovery")).expect("a directory");
         let port = free_port();
@@ -51,10 +73,10 @@ impl NfsServer {
         // A client takes servers of one owner for one server. One that starts again answers
         // once its clients have had time to reclaim.
         let config = format!(
-            "NFS_CORE_PARAM {{ NFS_Port = {port}; Protocols = 4; Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false; }}\n\
+            "NFS_CORE_PARAM {{ NFS_Port = {port}; Protocols = {version}; mount_path_pseudo = true; Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false; }}\n\
              NFSV4 {{ Grace_Period = 4; Lease_Lifetime = 10; RecoveryBackend = fs; RecoveryRoot = {at}/recovery; Server_Owner = \"{at}\"; Server_Scope = \"{at}\"; }}\n\
              NFS_KRB5 {{ Active_krb5 = false; }}\n\
-             EXPORT_DEFAULTS {{ Squash = No_Root_Squash; Access_Type = RW; SecType = sys; Protocols = 4; }}\n\
+             EXPORT_DEFAULTS {{ Squash = No_Root_Squash; Access_Type = RW; SecType = sys; Protocols = {version}; }}\n\
              EXPORT {{ Export_Id = 1; Path = {exported}; Pseudo = {SHARE}; FSAL {{ Name = VFS; }} }}\n"
         );
         fs::write(dir.join("ganesha.conf"), config).expect("a file");
@@ -63,6 +85,7 @@ impl NfsServer {
             export,
             port,
             process: None,
+            _rpcbind: rpcbind,
         };
         server.restart().await;
         server
@@ -105,6 +128,22 @@ impl NfsServer {
         let _ = fs::remove_file(self.dir.join("pid"));
     }
 
+    /// It accepts connections and answers nothing, as when its disk hangs.
+    pub fn freeze(&self) {
+        self.signal(Signal::STOP);
+    }
+
+    /// It goes on.
+    pub fn thaw(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) {
+        let process = self.process.as_ref().expect("a server that runs");
+        let pid = Pid::from_child(process);
+        kill_process(pid, signal).expect("a signal");
+    }
+
     /// The exported directory.
     pub fn export(&self) -> PathBuf {
         self.export.clone()
@@ -142,10 +181,39 @@ impl NfsServer {
 impl Drop for NfsServer {
     fn drop(&mut self) {
         // A story that fails leaves mounts, whose unmount waits for a live server.
-        if self.process.is_none() {
-            self.spawn();
+        match self.process {
+            Some(_) => self.thaw(),
+            None => self.spawn(),
         }
         let _ = run_err(&["umount", "--lazy", "--all", "--types", "nfs,nfs4"]);
         self.kill9();
+    }
+}
+
+/// The portmapper, with which a server of NFS 3 registers, and which its clients ask.
+struct Rpcbind(Child);
+
+impl Rpcbind {
+    /// None where this machine has one.
+    async fn start() -> Option<Self> {
+        let listens = || TcpStream::connect(("127.0.0.1", 111)).map(drop).ok();
+        if listens().is_some() {
+            return None;
+        }
+        let child = Command::new("rpcbind")
+            .arg("-f")
+            .stdin(Stdio::null())
+            .spawn()
+            .expect("rpcbind");
+        let started = Self(child);
+        eventually("rpcbind listens", async || listens()).await;
+        Some(started)
+    }
+}
+
+impl Drop for Rpcbind {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
