@@ -621,6 +621,10 @@ impl Provisioner for NfsStore {
             word => OnDelete::parse(word),
         };
         let Some(on_delete) = on_delete else {
+            let looked = export.has(sub_dir);
+            if !looked.map_err(failed("look at", directory))? {
+                return Ok(());
+            }
             return Err(ProvisionError::BadParameter {
                 name: "onDelete",
                 value: parsed.on_delete,

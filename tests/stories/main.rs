@@ -30,6 +30,7 @@ mod nbd_pool;
 mod nfs;
 mod nfs_controller;
 mod nfs_quota;
+mod nfs_rules;
 mod node_rules;
 mod nodes;
 mod observability;
