@@ -30,6 +30,7 @@ OVERLAYS = [
     ("nbd", ["snapshots"]),
     ("nfs", []),
     ("nfs", ["snapshots"]),
+    ("nfs", ["nfs-inline"]),
     ("ceph", []),
     ("ceph", ["snapshots"]),
     ("ceph", ["rbd-nbd", "snapshots", "pod-monitor", "network-policy"]),
@@ -65,6 +66,9 @@ def check_secrets(where, parameters, docs):
             problem(where, f"no role may read the secrets in {namespace} for {of[1]}")
 
 
+INLINE_VARIABLES = ("URING_CSI_INLINE_MAX_SIZE", "URING_CSI_NFS_INLINE")
+
+
 def inline_allowed(driver):
     return "Ephemeral" in driver["spec"]["volumeLifecycleModes"]
 
@@ -72,7 +76,7 @@ def inline_allowed(driver):
 def inline_made(docs):
     """Whether the node agents allow inline volumes."""
     return any(
-        variable["name"] == "URING_CSI_INLINE_MAX_SIZE"
+        variable["name"] in INLINE_VARIABLES
         for doc in docs
         if doc["kind"] == "DaemonSet"
         for container in doc["spec"]["template"]["spec"]["containers"]
@@ -175,7 +179,7 @@ def check(overlay, docs, prefix="uring-csi"):
         if doc["kind"] == "PodMonitor":
             check_monitor(where, doc["spec"], pods)
         if doc["kind"] == "CSIDriver" and inline_allowed(doc) != inline_made(docs):
-            problem(where, "mode Ephemeral and the node's URING_CSI_INLINE_MAX_SIZE differ")
+            problem(where, "mode Ephemeral and the node's variables of inline volumes differ")
         if doc["kind"] == "CSIDriver" and inline_allowed(doc) != doc["spec"]["podInfoOnMount"]:
             problem(where, "only inline volumes need podInfoOnMount, and all of them do")
         if doc["kind"].endswith("RoleBinding"):

@@ -226,6 +226,9 @@ def parameters():
         "Volume context of NBD exports": common | strings("device/exports.rs", "refuse_unlisted(&["),
         "Volume context of Ceph images": common
         | strings("device/ceph/source.rs", "KNOWN: [&str; 27] = ["),
+        "Inline volumes of NFS shares": {
+            key.lower() for key in strings("device/nfs.rs", "INLINE_KEYS: [&str; 3] = [")
+        },
         "Inline volumes": strings("csi/node/inline.rs", "ATTRIBUTES: [&str; 3] = ["),
     }
 

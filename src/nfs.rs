@@ -4,7 +4,7 @@
 //! The keys and their meaning are csi-driver-nfs', so that its classes and volumes can be
 //! taken over.
 
-use std::{fmt, net::IpAddr};
+use std::{fmt, net::IpAddr, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
@@ -68,6 +68,17 @@ impl Directory {
     /// The path below the share, without slashes at its ends.
     pub fn sub_dir(&self) -> &str {
         &self.sub_dir
+    }
+}
+
+impl FromStr for Directory {
+    type Err = String;
+
+    /// A share: `SERVER:/SHARE`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (server, share) =
+            (text.rsplit_once(":/")).ok_or_else(|| format!("{text:?} is not SERVER:/SHARE"))?;
+        Self::new(server, share, "").map_err(|error| error.to_string())
     }
 }
 

@@ -251,8 +251,23 @@ impl Node {
                 field: "volume_context.pool",
                 why: error.to_string(),
             })?;
+        Ok((source, self.inline_staging(volume_id)))
+    }
+
+    /// Where an inline volume of this source, which has no block device, is staged.
+    pub fn inline_remote_place(&self, source: &Source, volume_id: &str) -> Result<PathBuf, Cause> {
+        if !self.backends.allows_inline(source) {
+            return Err(Cause::precondition(format!(
+                "{source} is none that this node allows as an inline volume (--nfs-inline); \
+                 use a claim instead"
+            )));
+        }
+        Ok(self.inline_staging(volume_id))
+    }
+
+    fn inline_staging(&self, volume_id: &str) -> PathBuf {
         let name = format!("inline-{}", crate::digest::sha256_hex(volume_id));
-        Ok((source, self.config.staging_dir.join(name)))
+        self.config.staging_dir.join(name)
     }
 }
 

@@ -19,6 +19,7 @@ use crate::{
     admission::Gate,
     kernel::{Dev, block, sysfs},
     lane::Lanes,
+    nfs::Directory,
     pool::{Pool, PoolError},
     secret::Secrets,
 };
@@ -32,6 +33,8 @@ pub struct Backends {
     pub exports: Exports,
     /// Images of Ceph clusters.
     pub ceph: CephImages,
+    /// The shares of NFS servers that inline volumes may be.
+    pub inline_shares: Vec<Directory>,
 }
 
 impl Backends {
@@ -220,10 +223,15 @@ impl Backends {
         Ok(Source::Loop(source))
     }
 
+    /// Whether an inline volume may be this source, which has no block device.
+    pub fn allows_inline(&self, source: &Source) -> bool {
+        matches!(source, Source::Nfs(directory) if directory.is_one_of(&self.inline_shares))
+    }
+
     /// The image of an inline volume.
     pub fn inline_image<'a>(&'a self, source: &'a Source) -> BoundImage<'a> {
         let Source::Loop(image) = source else {
-            unreachable!("an inline volume is an image of a pool");
+            unreachable!("{source} is no image of an inline volume");
         };
         self.images.bind(image)
     }

@@ -59,6 +59,9 @@ const KEYS: [&str; 7] = [
     "subdir",
 ];
 
+/// What a pod's author may set for an inline volume; in any case.
+pub const INLINE_KEYS: [&str; 3] = ["mountOptions", "server", "share"];
+
 impl fmt::Display for NfsSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "directory {}", self.directory)
@@ -136,6 +139,12 @@ impl NfsSource {
     /// Whether both are the same directory.
     pub fn is_same(&self, other: &Self) -> bool {
         self.directory == other.directory
+    }
+
+    /// Whether it is one of these shares.
+    pub fn is_one_of(&self, shares: &[Directory]) -> bool {
+        let text = self.directory.to_string();
+        shares.iter().any(|share| share.to_string() == text)
     }
 
     /// Its server's name or address.

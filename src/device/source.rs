@@ -10,7 +10,7 @@ use super::{
     context::{SourceError, VolumeContext},
     exports::ExportSource,
     images::ImageSource,
-    nfs::{NFS, NfsSource},
+    nfs::{INLINE_KEYS, NFS, NfsSource},
 };
 use crate::{
     fs::fscrypt::EncryptedDirectory,
@@ -200,6 +200,9 @@ impl Source {
     pub fn remote_file_system(context: &HashMap<String, String>) -> Option<&'static str> {
         NfsSource::is_named_by(VolumeContext(context)).then_some(NFS)
     }
+
+    /// What a pod's author may set, in any case, for an inline volume without a block device.
+    pub const INLINE_REMOTE_KEYS: [&str; 3] = INLINE_KEYS;
 
     /// The mount options in the context of a source without a block device.
     pub fn remote_options(context: &HashMap<String, String>) -> Result<MountOptions, SourceError> {

@@ -163,6 +163,12 @@ impl MountOptions {
         self.protection().next().is_some()
     }
 
+    /// What these options set that a pod's author may not: `suid` or `dev`.
+    pub fn unprotected(&self) -> Option<&'static str> {
+        let mut words = self.protection().map(|it| it.word);
+        words.find(|word| ["suid", "dev"].contains(word))
+    }
+
     /// The first of `nosuid`, `nodev`, `noexec` and their opposites that is set here and not
     /// in force on a mount with the attributes `has`.
     pub fn first_not_in_force(&self, has: Flags) -> Option<&'static str> {

@@ -39,6 +39,7 @@ use crate::{
     lane::Lanes,
     manager::{Manager, directory::VolumesDir, records::AppliedRecords},
     mount::{path::Roots, table},
+    nfs::Directory,
     observe::{
         Readiness, http,
         logs::{self, Logs},
@@ -190,6 +191,15 @@ struct NodeOptions {
     /// without this option there are none.
     #[arg(long, env = "URING_CSI_INLINE_MAX_SIZE", value_name = "SIZE")]
     inline_max_size: Option<Size>,
+    /// A share of an NFS server that inline volumes may be; can be given several times. Any
+    /// author of a pod can then read and write it; without this option there are none.
+    #[arg(
+        long,
+        env = "URING_CSI_NFS_INLINE",
+        value_delimiter = ',',
+        value_name = "SERVER:/SHARE"
+    )]
+    nfs_inline: Vec<Directory>,
     /// How many seconds the unmount of an NFS directory waits for its server; then it ends,
     /// and what is not written yet is written once the server is back.
     #[arg(
@@ -324,6 +334,7 @@ async fn serve(options: NodeOptions, location: CrushLocation) -> Result<(), Fail
                 boot_id: boot_id()?,
             },
         },
+        inline_shares: options.nfs_inline,
     };
     let node = Node::open(
         config.clone(),

@@ -38,9 +38,9 @@ pub(super) async fn attach_source(
 ) -> Result<Attachment, Cause> {
     let _admission = cx.admit(&cx.node.config.gates.attach, &spec.source).await?;
     let backends = &cx.node.backends;
-    if let Some(inline) = &spec.inline {
+    if let Some(bytes) = spec.inline.as_ref().and_then(|inline| inline.image_bytes) {
         let image = backends.inline_image(&spec.source);
-        let create = || image.create_inline(&cx.volume.id, inline.bytes);
+        let create = || image.create_inline(&cx.volume.id, bytes);
         already("create", cx.step("create", create)?);
     }
     let options = AttachOptions {

@@ -141,7 +141,7 @@ impl OnLane<'_> {
 impl OnLane<'_> {
     /// Writes the volume's record, then holds it in memory.
     pub(super) async fn remember(self, record: &Record) -> Result<(), Cause> {
-        self.change_record(record.inline.is_some(), || self.node.records.save(record))
+        self.change_record(record, || self.node.records.save(record))
             .await
             .map_err(Cause::io("write the volume's record"))?;
         self.volume.hold_record(record.clone());
@@ -149,23 +149,22 @@ impl OnLane<'_> {
     }
 
     /// Forgets the volume, on disk and here.
-    pub(super) async fn forget(self, is_inline: bool) -> Result<(), Cause> {
-        let id = &self.volume.id;
-        self.change_record(is_inline, || self.node.records.forget(id, is_inline))
+    pub(super) async fn forget(self, record: &Record) -> Result<(), Cause> {
+        self.change_record(record, || self.node.records.forget(record))
             .await
             .map_err(Cause::io("remove the volume's record"))?;
         self.volume.hold(None);
         Ok(())
     }
 
-    /// Changes the volume's record. An inline volume's is on a disk, which may hang, and
-    /// with it the lane.
+    /// Changes the volume's record. That of an inline volume's image is on a disk, which may
+    /// hang, and with it the lane.
     async fn change_record(
         self,
-        is_inline: bool,
+        record: &Record,
         change: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
-        if !is_inline {
+        if !record.outlives_reboot() {
             self.node.heartbeat.wait();
             return change();
         }

@@ -184,6 +184,9 @@ impl Node {
         self.unrecovered.are_read.store(true, Relaxed);
         self.unrecovered.changed.notify_waiters();
         ring::spawn(recover_inline(Arc::clone(&self)));
+        for (id, target) in inventory.orphans {
+            delete_orphan(&self, id, target);
+        }
         claims::keep(&self);
         take_over(&self, others).await;
         Ok(())
@@ -276,6 +279,11 @@ impl Inventory {
             }
             let targets = match (&record.device, record.root_dev) {
                 (Some(device), _) => targets(index.of_device(device), &record, device),
+                (None, Some(dev)) if record.inline.is_some() => {
+                    let target = record.inline.as_ref();
+                    let at_target = |entry: &&MountEntry| target == Some(&entry.mount_point);
+                    remote_targets(index.of_dev(dev).filter(at_target), &record, places)
+                }
                 (None, Some(dev)) if shared.contains(&record.volume_id) => {
                     let peers = peers_of_staged(&index, dev, &record);
                     remote_targets(peers, &record, places)

@@ -58,7 +58,7 @@ pub struct Record {
     /// can have the same `root_dev`.
     #[serde(default)]
     pub root_ino: Option<u64>,
-    /// An inline ephemeral volume: the target that its image dies with.
+    /// An inline ephemeral volume: the target that it ends with.
     pub inline: Option<PathBuf>,
     /// It was found staged without a record: how it was asked for is not known.
     #[serde(default)]
@@ -120,6 +120,11 @@ impl Record {
                 .map(|inline| inline.target_path.clone()),
             found: false,
         }
+    }
+
+    /// Whether there is something of it after a reboot: the image of an inline volume.
+    pub fn outlives_reboot(&self) -> bool {
+        self.inline.is_some() && self.source.has_device()
     }
 
     /// Where the volume's mount is, or its device node's where the backend
@@ -262,18 +267,18 @@ impl Records {
     /// has it; of others it is in the memory of a tmpfs.
     pub fn save(&self, record: &Record) -> io::Result<()> {
         let bytes = serde_json::to_vec(record)?;
-        let (path, durability) = self.file_of(&record.volume_id, record.inline.is_some());
+        let (path, durability) = self.file_of(&record.volume_id, record.outlives_reboot());
         file::replace(&path, &bytes, durability)
     }
 
     /// Forgets a volume. Blocks as [`Records::save`].
-    pub fn forget(&self, volume_id: &str, is_inline: bool) -> io::Result<()> {
-        let (path, durability) = self.file_of(volume_id, is_inline);
+    pub fn forget(&self, record: &Record) -> io::Result<()> {
+        let (path, durability) = self.file_of(&record.volume_id, record.outlives_reboot());
         file::remove(&path, durability)
     }
 
-    fn file_of(&self, volume_id: &str, is_inline: bool) -> (PathBuf, FileDurability) {
-        let (directory, durability) = if is_inline {
+    fn file_of(&self, volume_id: &str, outlives_reboot: bool) -> (PathBuf, FileDurability) {
+        let (directory, durability) = if outlives_reboot {
             (&self.inline, FileDurability::Durable)
         } else {
             (&self.volumes, FileDurability::Volatile)

@@ -141,8 +141,8 @@ pub struct Stage {
     pub group: Option<FsGroup>,
     /// The owner and permission bits of the mounted directory.
     pub root: RootAccess,
-    /// An inline ephemeral volume, whose image the node makes.
-    pub inline: Option<InlineImage>,
+    /// What an inline ephemeral volume has besides.
+    pub inline: Option<InlineVolume>,
     /// Whether the controller fences nodes that do not let go of it.
     pub fencing: Fencing,
 }
@@ -156,12 +156,13 @@ pub struct RootAccess {
     pub mode: Option<u32>,
 }
 
-/// The image that the node makes for an inline ephemeral volume.
+/// What a call says of an inline ephemeral volume alone.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct InlineImage {
-    /// The image's size in bytes.
-    pub bytes: u64,
-    /// The target whose unpublish deletes it.
+pub struct InlineVolume {
+    /// The size in bytes of the image that the node makes; not of a volume without a block
+    /// device.
+    pub image_bytes: Option<u64>,
+    /// The target whose unpublish ends it.
     pub target_path: PathBuf,
 }
 

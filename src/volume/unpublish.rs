@@ -54,11 +54,12 @@ async fn on_lane(
     };
     cx.step("unpublish", || unpublishing.run(&target_path))?;
     cx.volume.drop_target(&target_path);
-    if let Some(record) = record
-        && record.inline.is_some()
-        && cx.live_target().is_none()
-    {
-        unstage::tear_down(cx, &record).await?;
+    match record {
+        Some(record) if record.inline.is_some() && cx.live_target().is_none() => {
+            unstage::tear_down(cx, &record).await?;
+        }
+        Some(_) => {}
+        None => unstage::end_unknown_inline(cx)?,
     }
     Ok(Outcome::Done)
 }

@@ -127,20 +127,18 @@ pub(super) async fn tear_down(cx: OnLane<'_>, record: &Record) -> Result<(), Cau
 pub(super) async fn forget(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
     if record.inline.is_some() {
         cx.step("delete", || {
-            // The staging directory is the agent's own, too.
-            if let Some(place) = absent_is_none(cx.node.places.staging(&record.staging_path))? {
-                let removed = place.remove().map_err(at_staging)?;
-                already("remove the staging directory", removed);
+            remove_own(cx, &record.staging_path)?;
+            if record.source.has_device() {
+                let image = cx.node.backends.inline_image(&record.source);
+                already("delete", image.delete_inline(&record.volume_id)?);
             }
-            let image = cx.node.backends.inline_image(&record.source);
-            already("delete", image.delete_inline(&record.volume_id)?);
             Ok::<_, Cause>(())
         })?;
     }
     if record.is_staged_below() {
         layout::clear(cx, record)?;
     }
-    cx.forget(record.inline.is_some()).await
+    cx.forget(record).await
 }
 
 /// Unmounts the volume where it is staged, if that is what is mounted there. This may
@@ -186,6 +184,24 @@ fn unmount_unknown(cx: OnLane<'_>, staging_path: &Path) -> Result<Done, Cause> {
             _ => Ok(Done::Already),
         }
     })
+}
+
+/// Ends an inline volume that is a directory of a server, if there is one without a record.
+pub(super) fn end_unknown_inline(cx: OnLane<'_>) -> Result<(), Cause> {
+    let staging_path = cx.node.inline_staging(&cx.volume.id);
+    match unmount_unknown(cx, &staging_path)? {
+        Done::Now => cx.step("delete", || remove_own(cx, &staging_path)),
+        Done::Already => Ok(()),
+    }
+}
+
+/// Removes the staging directory of an inline volume, which is the agent's own.
+fn remove_own(cx: OnLane<'_>, staging_path: &Path) -> Result<(), Cause> {
+    if let Some(place) = absent_is_none(cx.node.places.staging(staging_path))? {
+        let removed = place.remove().map_err(at_staging)?;
+        already("remove the staging directory", removed);
+    }
+    Ok(())
 }
 
 /// Unmounts a source without a block device where it is staged.

@@ -311,6 +311,58 @@ fn inline_attributes_reach_only_the_pods_own_volume() {
 }
 
 #[test]
+fn a_pod_mounts_no_share_and_by_no_option_that_the_node_does_not_allow() {
+    story(async |sandbox| {
+        let setup = NodeSetup::new(sandbox).arg("--nfs-inline=127.0.0.1:/scratch,other:/");
+        let node = Node::start_with(sandbox, setup).await;
+        let allowed = || {
+            let mut volume = Volume::filesystem("csi-nfs", "");
+            (volume.context).insert("csi.storage.k8s.io/ephemeral".to_owned(), "true".to_owned());
+            volume.with("server", "127.0.0.1").with("share", "/scratch")
+        };
+        for (key, value, code, words) in [
+            ("share", "/", FailedPrecondition, "--nfs-inline"),
+            (
+                "share",
+                "/scratch/below",
+                FailedPrecondition,
+                "--nfs-inline",
+            ),
+            ("share", "/scratch/../x", InvalidArgument, "share"),
+            ("server", "127.0.0.2", FailedPrecondition, "--nfs-inline"),
+            (
+                "subDir",
+                "x",
+                InvalidArgument,
+                "mountOptions, server, share",
+            ),
+            (
+                "mountPermissions",
+                "7777",
+                InvalidArgument,
+                "mountPermissions",
+            ),
+            ("size", "1Gi", InvalidArgument, "size"),
+            ("backend", "nfs", InvalidArgument, "backend"),
+            ("mountOptions", "suid", InvalidArgument, "suid"),
+            ("mountOptions", "ro,dev", InvalidArgument, "dev"),
+            ("mountOptions", "addr=127.0.0.2", InvalidArgument, "addr"),
+            // Only this reaches the server's address, where nothing listens.
+            ("mountOptions", "port=1", Unavailable, "does not answer"),
+        ] {
+            let volume = allowed().with(key, value);
+            let answer = node.send_publish(publish(&node, &volume)).await;
+            refused(answer, code, &[words]);
+        }
+        let mut raw = allowed();
+        raw.capability = Volume::block("raw").capability;
+        let answer = node.send_publish(publish(&node, &raw)).await;
+        refused(answer, InvalidArgument, &["no block device"]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn pods_have_inline_volumes_only_where_the_node_allows_it() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;

@@ -1,6 +1,7 @@
 //! Directories of NFS servers, on a kernel that has the client: servers that work, that
 //! die under I/O and return, or stay away.
 
+mod inline;
 mod version_3;
 
 use std::{
@@ -37,11 +38,13 @@ async fn health(node: &Node, volume: &Volume) -> Vec<String> {
     found.into_iter().map(|entry| entry.reason).collect()
 }
 
-/// The mounts of a server's directory below a node's kubelet.
+/// The mounts of a server's directory on a node.
 fn mounts_of(node: &Node, source: &str) -> Vec<String> {
     let mounts = fs::read_to_string("/proc/thread-self/mountinfo").expect("procfs");
     let kubelet = node.kubelet.display().to_string();
-    let ours = |line: &&str| line.contains(&kubelet) && line.contains(&format!(" {source} "));
+    let staged = node.run_dir.display().to_string();
+    let is_below = |line: &str| line.contains(&kubelet) || line.contains(&staged);
+    let ours = |line: &&str| is_below(line) && line.contains(&format!(" {source} "));
     mounts.lines().filter(ours).map(str::to_owned).collect()
 }
 
@@ -170,8 +173,6 @@ fn read_only_and_permissions_are_as_requested() {
 }
 
 #[test]
-fn what_cannot_be_mounted_is_refused_and_leaves_nothing() {
-#[test]
 fn repeats_are_answered_and_calls_that_contradict_are_refused() {
     nfs_story(async |sandbox| {
         let server = NfsServer::start(sandbox, "server").await;
@@ -222,6 +223,8 @@ fn repeats_are_answered_and_calls_that_contradict_are_refused() {
     });
 }
 
+#[test]
+fn what_cannot_be_mounted_is_refused_and_leaves_nothing() {
     nfs_story(async |sandbox| {
         let server = NfsServer::start(sandbox, "server").await;
         let node = Node::start(sandbox).await;

@@ -185,6 +185,14 @@ share{{ if . }}-{{ . }}{{ end }}
 {{- end }}
 {{- end }}
 
+{{- define "uring-csi.nfsInline" -}}
+{{- $shares := list }}
+{{- range .Values.nfs.inline }}
+{{- $shares = append $shares (printf "%s:%s" .server .share) }}
+{{- end }}
+{{- join "," $shares }}
+{{- end }}
+
 {{- define "uring-csi.nfsMounts" -}}
 {{- range $index, $export := .Values.nfs.exports }}
 - name: {{ include "uring-csi.share" $index }}

@@ -28,6 +28,9 @@
 {{- if and .Values.nbd.enabled (or $local (ne (len .Values.pools) 1)) }}
 {{- fail "nbd.enabled: one shared pool is served by NBD" }}
 {{- end }}
+{{- if and .Values.nfs.inline (not .Values.nfs.exports) }}
+{{- fail "nfs.inline: shares as inline volumes are of a release with nfs.exports" }}
+{{- end }}
 {{- if and .Values.inline.enabled (not $local) }}
 {{- fail "inline.enabled: inline volumes need local pools" }}
 {{- end }}

@@ -7,28 +7,50 @@ use tonic::Status;
 use super::{NodeService, clean, validate};
 use crate::{
     capability::{AccessType, Capability},
-    device::{Fencing, set_by_kubernetes},
+    device::{Fencing, Source, set_by_kubernetes},
     fs::FsType,
     proto::csi::NodePublishVolumeRequest,
     size::Size,
-    volume::spec::{Inline, InlineImage, Parsed, Publish, RootAccess, Stage, Use},
+    volume::{
+        Cause,
+        spec::{Inline, InlineVolume, Parsed, Publish, RootAccess, Stage, Use},
+    },
 };
 
-/// The attributes that a pod may set for its inline volume. The pod's author need not be
+/// The attributes that a pod may set for its inline volume with an image. The pod's author need not be
 /// trusted with the node: no attribute here may change the arguments of a program that runs
 /// as root, as `mkfsOptions` of a class does.
 const ATTRIBUTES: [&str; 3] = ["fsType", "pool", "size"];
 
 /// Refuses every other attribute.
 pub(super) fn refuse_unlisted(attributes: &HashMap<String, String>) -> Result<(), Status> {
-    let known = |key: &str| ATTRIBUTES.contains(&key) || set_by_kubernetes(key);
+    let of_remote = Source::INLINE_REMOTE_KEYS;
+    let is_image = Source::has_device_by(attributes);
+    let known = |key: &str| {
+        set_by_kubernetes(key)
+            || (is_image && ATTRIBUTES.contains(&key))
+            || (!is_image && of_remote.iter().any(|it| it.eq_ignore_ascii_case(key)))
+    };
     // Sorted, so that of two mistakes the error always names the same one.
     let unlisted = attributes.keys().filter(|key| !known(key)).min();
     unlisted.map_or(Ok(()), |key| {
-        let known = ATTRIBUTES.join(", ");
+        let [known, of_remote] = [ATTRIBUTES, of_remote].map(|keys| keys.join(", "));
         Err(validate::invalid(
             &format!("volume_context.{key}"),
-            format!("a pod's inline volume may set no attribute but {known}"),
+            format!("a pod's inline volume may set no attribute but {known}, or else {of_remote}"),
+        ))
+    })
+}
+
+/// Refuses mount options by which files of a server could act on the node.
+fn refuse_unprotected(usage: &Use) -> Result<(), Status> {
+    let Use::Mount { options, .. } = usage else {
+        return Ok(());
+    };
+    options.unprotected().map_or(Ok(()), |word| {
+        Err(validate::invalid(
+            "volume_context.mountOptions",
+            format!("a pod's inline volume may not set {word}"),
         ))
     })
 }
@@ -37,8 +59,8 @@ pub(super) fn refuse_unlisted(attributes: &HashMap<String, String>) -> Result<()
 const DEFAULT_BYTES: u64 = 1 << 30;
 
 impl NodeService {
-    /// An inline ephemeral volume: `pool` and `size` come from the pod's attributes; the
-    /// agent chooses the staging path.
+    /// An inline ephemeral volume: its source comes from the pod's attributes; the agent
+    /// chooses the staging path.
     pub(super) async fn inline(
         &self,
         request: &NodePublishVolumeRequest,
@@ -52,11 +74,21 @@ impl NodeService {
                 "an inline ephemeral volume is a file system, not a block device",
             ));
         }
-        let bytes = self.inline_bytes(context.get("size"), &parsed.usage)?;
-        let (pool, id) = (context.get("pool").cloned(), request.volume_id.clone());
-        let (source, staging_path) = self
-            .ask(move |node| node.inline_place(pool.as_deref(), &id))
-            .await?;
+        let id = request.volume_id.clone();
+        let (source, staging_path, image_bytes) = if Source::has_device_by(context) {
+            let bytes = self.inline_bytes(context.get("size"), &parsed.usage)?;
+            let pool = context.get("pool").cloned();
+            let place = self.ask(move |node| node.inline_place(pool.as_deref(), &id));
+            let (source, staging_path) = place.await?;
+            (source, staging_path, Some(bytes))
+        } else {
+            refuse_unprotected(&parsed.usage)?;
+            let source =
+                Source::parse(context, &id).map_err(|error| Status::from(&Cause::from(error)))?;
+            let of = source.clone();
+            let place = self.ask(move |node| node.inline_remote_place(&of, &id));
+            (source, place.await?, None)
+        };
         let target_path = clean(&request.target_path);
         Ok(Inline {
             publish: Publish {
@@ -75,14 +107,17 @@ impl NodeService {
                 source,
                 staging_path,
                 usage: parsed.usage,
-                // A new volume is empty, so a pod has to write to it. Its target may still be
+                // A new image is empty, so a pod has to write to it. Its target may still be
                 // read-only.
-                read_only: false,
+                read_only: image_bytes.is_none() && parsed.read_only,
                 mode: parsed.mode,
                 mkfs_options: parsed.mkfs_options,
                 group: parsed.group,
                 root: RootAccess::default(),
-                inline: Some(InlineImage { bytes, target_path }),
+                inline: Some(InlineVolume {
+                    image_bytes,
+                    target_path,
+                }),
                 fencing: Fencing::Off,
             },
         })

@@ -173,9 +173,12 @@ proptest! {
             Err(status) => invalid_by_name(&status, field, &pairs)?,
             Ok(parsed) => {
                 prop_assert_eq!(parsed.mkfs_options, Vec::<String>::new());
-                let known = |key: &String| {
-                    ["fsType", "pool", "size"].contains(&key.as_str()) || key.contains(".io/")
+                let known: &[_] = if Source::has_device_by(&pairs) {
+                    &["fsType", "pool", "size"]
+                } else {
+                    &["mountOptions", "server", "share"]
                 };
+                let known = |key: &String| known.contains(&key.as_str()) || key.contains(".io/");
                 prop_assert!(pairs.keys().all(known), "{:?}", pairs);
                 let fs = pairs.get("fsType").map_or("", String::as_str);
                 let is_known = FsType::ALL.iter().any(|known| known.as_str() == fs);

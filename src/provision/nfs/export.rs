@@ -46,14 +46,13 @@ impl FromStr for NfsExport {
     fn from_str(text: &str) -> Result<Self, String> {
         let form = || format!("{text:?} is not SERVER:/SHARE=DIR[,mounted]");
         let (remote, local) = text.split_once("=/").ok_or_else(form)?;
-        let (server, share) = remote.rsplit_once(":/").ok_or_else(form)?;
         let (dir, mounted) = match local.split_once(',') {
             None => (local, false),
             Some((dir, "mounted")) => (dir, true),
             Some(_) => return Err(form()),
         };
         Ok(Self {
-            share: Directory::new(server, share, "").map_err(|error| error.to_string())?,
+            share: remote.parse()?,
             dir: format!("/{dir}").into(),
             mounted,
         })

@@ -154,7 +154,10 @@ impl Node {
     /// Kills the agent, and starts it without its records.
     pub async fn restart_without_records(&self) {
         self.agent.kill9().await;
-        for file in files_below(&self.run_dir) {
+        // Files in what is mounted there are no records.
+        let staged = self.run_dir.join("staging");
+        let files = files_below(&self.run_dir).into_iter();
+        for file in files.filter(|file| !file.starts_with(&staged)) {
             fs::remove_file(file).expect("a record");
         }
         self.restart().await;
