@@ -9,9 +9,10 @@ use std::{env, net::TcpStream};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use testkit::{
-    Ceph, DeadOsd, DeadServer, HEALTHY, HungDirectories, HungFiles, HungPool, Node, NodeSetup,
-    Phase, Rng, Sandbox, StuckFile, assert_fault_isolated, can_resize_ext4, eventually,
-    healthy_volumes, kernel_has_nbd, own_cluster_story, report_not_tested, story,
+    Ceph, DeadNfsServer, DeadOsd, DeadServer, HEALTHY, HungDirectories, HungFiles, HungPool,
+    NfsServer, Node, NodeSetup, Phase, Rng, Sandbox, StuckFile, assert_fault_isolated,
+    can_resize_ext4, can_use_nfs, eventually, healthy_volumes, kernel_has_nbd, own_cluster_story,
+    report_not_tested, story,
 };
 
 use crate::observability::free_port;
@@ -254,6 +255,49 @@ fn dead_server(phase: Phase) {
             assert_fault_isolated(&node, fault, &others, phase).await;
         });
     }
+}
+
+#[test]
+fn a_dead_nfs_server_delays_only_its_own_volumes_at_the_mount() {
+    dead_nfs_server(Phase::Mount);
+}
+
+#[test]
+fn a_dead_nfs_server_delays_only_its_own_volumes_in_use() {
+    dead_nfs_server(Phase::Use);
+}
+
+#[test]
+fn a_dead_nfs_server_delays_only_its_own_volumes_at_the_unmount() {
+    dead_nfs_server(Phase::Unmount);
+}
+
+/// Others are volumes of a live server, too.
+fn dead_nfs_server(phase: Phase) {
+    if !can_use_nfs() {
+        return;
+    }
+    // The test kernel always has one, beside few others.
+    let (all, kind) = match phase {
+        Phase::Mount if !every_fs() => (16, "ext4"),
+        _ => match kinds(phase).first() {
+            Some(kind) => (HEALTHY, *kind),
+            None => return,
+        },
+    };
+    story(async |sandbox| {
+        let fault = DeadNfsServer::new(sandbox).await;
+        let live = NfsServer::start(sandbox, "live-server").await;
+        let setup = NodeSetup::new(sandbox).arg("--nfs-unmount-timeout=1");
+        let node = Node::start_with(sandbox, setup).await;
+        let mut others = healthy_volumes(sandbox, kind);
+        others.truncate(all / 2);
+        others.extend((others.len()..all).map(|number| {
+            let name = format!("healthy{number}");
+            live.volume(&name, &name)
+        }));
+        assert_fault_isolated(&node, fault, &others, phase).await;
+    });
 }
 
 #[test]

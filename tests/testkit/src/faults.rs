@@ -8,8 +8,8 @@ use std::{
 };
 
 use super::{
-    Ceph, MIB, NbdServer, Node, NodeSetup, Sandbox, StuckFile, StuckTree, Volume, eventually,
-    nbds_over,
+    Ceph, MIB, NbdServer, NfsServer, Node, NodeSetup, Sandbox, StuckFile, StuckTree, Volume,
+    eventually, nbds_over,
     rbd::{FrozenOsd, StoppedOsd, spec_of},
     run,
 };
@@ -43,6 +43,11 @@ pub trait Fault {
 
     /// Gives a volume's source more bytes, while it lives.
     fn grow(&self, volume: &Volume, bytes: u64);
+
+    /// Whether calls in this phase may succeed during the fault.
+    fn may_succeed(&self, phase: Phase) -> bool {
+        phase == Phase::Use
+    }
 
     /// It stops answering in this phase of its volumes' lives.
     async fn stop(&mut self, phase: Phase);
@@ -376,6 +381,58 @@ impl Drop for DeadServer {
         let attached = self.volumes.iter().flat_map(|of| nbds_over(&of.handle));
         for device in attached {
             let _ = super::run_err(&["nbd-client", "-d", &device]);
+        }
+    }
+}
+
+/// An NFS server.
+pub struct DeadNfsServer {
+    server: NfsServer,
+    volumes: Vec<Volume>,
+    is_frozen: bool,
+}
+
+impl DeadNfsServer {
+    pub async fn new(sandbox: &Sandbox) -> Self {
+        let server = NfsServer::start(sandbox, "dead-server").await;
+        let volumes = names("affected").map(|name| server.volume(&name, &name));
+        Self {
+            volumes: volumes.collect(),
+            server,
+            is_frozen: false,
+        }
+    }
+}
+
+impl Fault for DeadNfsServer {
+    fn affected(&self) -> &[Volume] {
+        &self.volumes
+    }
+
+    fn grow(&self, _: &Volume, _: u64) {
+        unreachable!("the server's file system has their room");
+    }
+
+    /// An unmount ends without the server.
+    fn may_succeed(&self, phase: Phase) -> bool {
+        matches!(phase, Phase::Use | Phase::Unmount)
+    }
+
+    async fn stop(&mut self, phase: Phase) {
+        self.is_frozen = phase == Phase::Mount;
+        if self.is_frozen {
+            // So the agent connects, and the kernel waits.
+            self.server.freeze();
+        } else {
+            self.server.kill9();
+        }
+    }
+
+    async fn resume(&mut self) {
+        if self.is_frozen {
+            self.server.thaw();
+        } else {
+            self.server.restart().await;
         }
     }
 }

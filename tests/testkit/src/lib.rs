@@ -57,7 +57,8 @@ pub use disk::{
     Content, all_loops, can_resize_ext4, hex, loops_over, run, run_err, sha256, unmap_by_rbd,
 };
 pub use faults::{
-    DeadOsd, DeadServer, Fault, HungDirectories, HungFiles, HungPool, Phase, bytes_for,
+    DeadNfsServer, DeadOsd, DeadServer, Fault, HungDirectories, HungFiles, HungPool, Phase,
+    bytes_for,
 };
 pub use isolation::{HEALTHY, assert_fault_isolated, call_in_phase, healthy_volumes};
 pub use kmip::KmipServer;
