@@ -10,6 +10,7 @@ use super::{
         desired::{BadDesired, Desired},
         difference::options,
         dry_run::dry_run,
+        root::{RootMode, RootOwner},
     },
     *,
 };
@@ -53,6 +54,8 @@ struct Staged {
     complete: bool,
     /// What its target has of the mount options.
     mounted_as: Option<Desired>,
+    /// Whether the lock of a raw volume is held.
+    is_locked: bool,
     /// By path: whether it is in use.
     targets: BTreeMap<PathBuf, bool>,
     size: i64,
@@ -260,6 +263,7 @@ impl World {
                     superblock: superblock(&applied.desired),
                     complete: false,
                     mounted_as: None,
+                    is_locked: false,
                     targets: BTreeMap::new(),
                     size: 1,
                 });
@@ -269,14 +273,18 @@ impl World {
                 staged.complete = !midway;
             }
             Action::Publish => {
+                // A repeat takes the lock of a raw volume again.
                 let path = self.applied[handle].desired.path.clone();
-                if published(&self.managed, &path) {
+                let is_there = (self.managed.get(handle))
+                    .is_some_and(|staged| staged.targets.contains_key(&path));
+                if !is_there && published(&self.managed, &path) {
                     return Err(Kind::Precondition);
                 }
                 let staged = self.managed.get_mut(handle).ok_or(Kind::Precondition)?;
-                staged.targets.insert(path, false);
+                staged.targets.entry(path).or_insert(false);
                 let applied = self.applied.get_mut(handle).expect("recorded before");
                 staged.mounted_as = Some(applied.desired.clone());
+                staged.is_locked = !midway;
                 applied.has_options = !midway;
             }
             Action::Remount(options) => {
@@ -308,7 +316,12 @@ impl World {
                 applied.grown_to = (!midway).then_some(*size).or(applied.grown_to);
             }
             Action::Unpublish(path) => {
+                // The lock goes first.
+                if let Some(applied) = self.applied.get_mut(handle) {
+                    applied.lose_lock();
+                }
                 if let Some(staged) = self.managed.get_mut(handle) {
+                    staged.is_locked = false;
                     if staged.targets.get(path) == Some(&true) {
                         return Err(Kind::InUse);
                     }
@@ -406,6 +419,10 @@ impl World {
                     self.end(handle, fault);
                 }
                 self.attempts.clear();
+                self.applied.values_mut().for_each(Applied::lose_lock);
+                for staged in self.managed.values_mut() {
+                    staged.is_locked = false;
+                }
             }
             Event::Wait(seconds) => self.now += Duration::from_secs(seconds),
         }
@@ -448,6 +465,7 @@ impl World {
             assert_eq!(staged.superblock, superblock(wanted));
             let mounted_as = staged.mounted_as.as_ref().expect("published");
             assert!(is_same_mount(mounted_as, wanted), "{mounted_as:?}");
+            assert!(staged.is_locked || wanted.access != DesiredAccess::Raw);
             assert_eq!(staged.targets.keys().collect::<Vec<_>>(), [&wanted.path]);
             assert!(wanted.size.is_none_or(|size| staged.size >= size.bytes()));
         }
@@ -465,6 +483,14 @@ fn fault() -> impl Strategy<Value = Fault> {
     ]
 }
 
+fn owner() -> impl Strategy<Value = Option<RootOwner>> {
+    prop::option::of((0..2u32).prop_map(|uid| RootOwner { uid, gid: 0 }))
+}
+
+fn mode() -> impl Strategy<Value = Option<RootMode>> {
+    prop::option::of(sample::select(vec![RootMode(0o700), RootMode(0o755)]))
+}
+
 fn event() -> impl Strategy<Value = Event> {
     let (file, handle) = (sample::select(&FILES[..]), sample::select(&HANDLES[..]));
     let path = sample::select(&PATHS[..]);
@@ -477,12 +503,42 @@ fn event() -> impl Strategy<Value = Event> {
         "commit=9",
         "ro",
     ]);
+    // Half of the volumes have the options alone.
+    let access = prop_oneof![
+        2 => Just(None),
+        1 => Just(Some(DesiredAccess::Raw)),
+        1 => (owner(), mode()).prop_map(|(owner, mode)| Some(DesiredAccess::Mount {
+            fs: None,
+            options: Vec::new(),
+            owner,
+            mode,
+        })),
+    ];
     let size = prop::option::of(0..3i64);
     let read_only = prop::bool::weighted(0.1);
-    let fields = (handle.clone(), path.clone(), options, size, read_only);
-    let any_desired = fields.prop_map(|(handle, path, options, size, read_only)| Desired {
-        read_only,
-        ..desired(handle, path, options, size)
+    let source = prop_oneof![
+        6 => Just(None),
+        1 => Just(Some(("image", "other"))),
+        1 => Just(Some(("backend", "nfs"))),
+    ];
+    let secrets = prop::option::weighted(0.1, Just(PathBuf::from("/secrets")));
+    let fields = (handle.clone(), path.clone(), options, access, source);
+    let more = (size, read_only, secrets);
+    let any_desired = (fields, more).prop_map(|(fields, (size, read_only, secrets))| {
+        let (handle, path, options, access, source) = fields;
+        let mut desired = Desired {
+            read_only,
+            secrets,
+            ..desired(handle, path, options, size)
+        };
+        if let Some(access) = access {
+            desired.access = access;
+            desired.access.set_options(&[options.to_owned()]);
+        }
+        if let Some((key, value)) = source {
+            desired.source = BTreeMap::from([(key.to_owned(), value.to_owned())]);
+        }
+        desired
     });
     prop_oneof![
         4 => (file.clone(), any_desired).prop_map(|(file, desired)| Event::Write(file, desired)),
