@@ -1,6 +1,7 @@
 //! The volume manager: files ask for volumes, and the agent makes them without a caller.
 
 mod boot;
+mod ceph;
 mod changes;
 mod controlled;
 mod kept;
@@ -13,8 +14,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rustix::fs::statvfs;
 use serde_json::Value;
-use testkit::{Controller, MIB, Node, NodeSetup, Sandbox, Volume, eventually, run};
+use testkit::{
+    Controller, MIB, Node, NodeSetup, Sandbox, Volume, eventually, files_below, mounts_below, run,
+};
 
 use super::operator::Operator;
 
@@ -55,14 +59,28 @@ impl Machine {
     async fn start_with_controller(sandbox: &Sandbox) -> (Self, Controller) {
         let machine = Self::start_with(sandbox, NodeSetup::new(sandbox)).await;
         let controller = Controller::start(sandbox).await;
-        let operator = Operator::new(&machine.node, &controller);
-        (
-            Self {
-                operator,
-                ..machine
-            },
-            controller,
-        )
+        (machine.with_controller(&controller), controller)
+    }
+
+    /// Its operator talks to this controller, too.
+    fn with_controller(self, controller: &Controller) -> Self {
+        let operator = Operator::new(&self.node, controller);
+        Self { operator, ..self }
+    }
+
+    /// As a reboot: of the agent's only the files are left. `detach` detaches the devices.
+    async fn reboot(&self, detach: impl FnOnce()) {
+        self.node.kill9().await;
+        for dir in [&self.node.kubelet, &self.node.run_dir] {
+            for mount in mounts_below(dir).iter().rev() {
+                run(&["umount", mount.to_str().unwrap()]);
+            }
+        }
+        detach();
+        for file in files_below(&self.node.run_dir) {
+            fs::remove_file(file).unwrap();
+        }
+        self.node.restart().await;
     }
 
     /// Where a volume is to appear.
@@ -155,4 +173,10 @@ fn all_options_at(path: &Path) -> (String, String) {
 /// The options of the mount at a path; empty if there is none.
 fn options_at(path: &Path) -> String {
     all_options_at(path).0
+}
+
+/// The bytes of a file system.
+fn capacity(path: &Path) -> u64 {
+    let stat = statvfs(path).unwrap();
+    stat.f_blocks * stat.f_frsize
 }

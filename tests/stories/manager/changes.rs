@@ -3,11 +3,12 @@
 use std::{
     fs::{self, File},
     io,
+    os::unix::fs::MetadataExt as _,
 };
 
-use testkit::{Content, loops_over, story};
+use testkit::{Content, MIB, loops_over, run, story};
 
-use super::{Machine, all_options_at, image};
+use super::{Machine, all_options_at, capacity, image};
 
 #[test]
 fn options_change_while_the_volume_is_in_use() {
@@ -72,6 +73,99 @@ fn options_change_while_the_volume_is_in_use() {
         machine.wait_for("data", "failed", "in use").await;
         drop(open);
         machine.wait("data", "mounted");
+        fs::write(path.join("new"), "").unwrap();
+        content.assert_in(&path.join("file"));
+        machine.remove("data");
+        machine.wait("data", "gone");
+        machine.node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_file_system_grows_to_the_size_and_never_shrinks() {
+    story(async |sandbox| {
+        let machine = Machine::start(sandbox).await;
+        let image = sandbox.pool("main").join("data.img");
+        sandbox.volume_in("main", "data", "xfs", 320 * MIB);
+        let path = machine.path("data");
+        let ask = |size: &str| {
+            let text = machine.file("data", "mount", "fs = 'xfs'");
+            machine.write("data", &format!("size = '{size}'\n{text}"));
+            machine.wait("data", "mounted");
+        };
+        ask("320Mi");
+        let content = Content::new("grows");
+        content.write(&path.join("file"));
+        let open = File::open(path.join("file")).unwrap();
+        let before = capacity(&path);
+        ask("384Mi");
+        let grown = capacity(&path);
+        assert!(grown > before + 32 * MIB, "{before} -> {grown}");
+        // The size is the least that it is to have.
+        ask("64Mi");
+        assert_eq!(capacity(&path), grown);
+        assert_eq!(fs::metadata(&image).unwrap().len(), 384 * MIB);
+        content.assert_in(&path.join("file"));
+        drop(open);
+        machine.remove("data");
+        machine.wait("data", "gone");
+        machine.node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_read_only_volume_is_not_written() {
+    story(async |sandbox| {
+        let machine = Machine::start(sandbox).await;
+        let image = image(sandbox, "data");
+        let path = machine.path("data");
+        let ask = |access: &str, more: &str| {
+            machine.write("data", &machine.file("data", access, more));
+        };
+        let is_device_read_only = || {
+            let device = loops_over(&image).remove(0);
+            run(&["blockdev", "--getro", device.to_str().unwrap()]).trim() == "1"
+        };
+        // A blank volume gets no file system by it.
+        ask("mount", "read-only = true");
+        machine
+            .wait_for("data", "failed", "cannot be formatted read-only")
+            .await;
+        ask("mount", "");
+        machine.wait("data", "mounted");
+        let content = Content::new("read");
+        content.write(&path.join("file"));
+
+        // In use, by the mount alone.
+        let open = File::open(path.join("file")).unwrap();
+        ask("mount", "read-only = true");
+        machine.wait("data", "mounted");
+        let refused = fs::write(path.join("new"), "").unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ReadOnlyFilesystem);
+        drop(open);
+        // Attached anew, by the device as well, in both ways of use.
+        machine.remove("data");
+        machine.wait("data", "gone");
+        ask("mount", "read-only = true");
+        machine.wait("data", "mounted");
+        let refused = fs::write(path.join("new"), "").unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ReadOnlyFilesystem);
+        assert!(is_device_read_only());
+        content.assert_in(&path.join("file"));
+        ask("raw", "read-only = true");
+        machine.wait("data", "mounted");
+        assert!(content.write_at(&path, MIB).is_err());
+        assert!(is_device_read_only());
+
+        let text = machine.file("data", "mount", "read-only = true");
+        machine.write("data", &format!("size = '96Mi'\n{text}"));
+        machine
+            .wait_for("data", "bad", "a volume that is read-only does not grow")
+            .await;
+        ask("mount", "owner = '7:8'");
+        machine.wait("data", "mounted");
+        assert!(!is_device_read_only());
+        assert_eq!(fs::metadata(&path).unwrap().uid(), 7);
         fs::write(path.join("new"), "").unwrap();
         content.assert_in(&path.join("file"));
         machine.remove("data");

@@ -46,27 +46,10 @@ fn a_volume_that_up_makes_persists() {
         }
         content.assert_in(&path.join("file"));
 
-        // As after a reboot: nothing of the agent's but the file is left.
-        machine.node.kill9().await;
-        run(&["umount", text]);
-        let staged = run(&[
-            "findmnt",
-            "--noheadings",
-            "--list",
-            "--output",
-            "TARGET",
-            "--types",
-            "ext4",
-        ]);
-        for mount in staged.lines().filter(|line| line.contains("managed-")) {
-            run(&["umount", mount.trim()]);
-        }
         let device = held["volumes"][0]["device"].as_str().unwrap();
-        run(&["losetup", "--detach", device]);
-        for records in ["volumes", "managed"] {
-            fs::remove_dir_all(machine.node.run_dir.join(records)).unwrap();
-        }
-        machine.node.restart().await;
+        machine
+            .reboot(|| drop(run(&["losetup", "--detach", device])))
+            .await;
         machine.wait("data", "mounted");
         content.assert_in(&path.join("file"));
 

@@ -1,10 +1,14 @@
 //! An agent that is killed while it works.
 
-use std::fs::File;
+use std::{
+    fs::{self, File},
+    path::PathBuf,
+    time::Duration,
+};
 
-use testkit::{Content, Rng, eventually, loops_over, story};
+use testkit::{Content, MIB, Rng, eventually, loops_over, run, story};
 
-use super::{Machine, image, options_at};
+use super::{Machine, all_options_at, image, options_at};
 
 /// Kills the agent at one of its steps, while files come, change and go.
 #[test]
@@ -77,5 +81,156 @@ fn an_agent_that_is_killed_continues() {
         machine.remove("steady");
         machine.wait("steady", "gone");
         machine.node.assert_clean().await;
+    });
+}
+
+/// A volume that a file asks for now and then.
+struct Wanted {
+    name: &'static str,
+    access: &'static str,
+    image: PathBuf,
+    content: Content,
+    /// What its file asks for, if there is one.
+    file: Option<Setup>,
+}
+
+#[derive(Clone, Copy)]
+struct Setup {
+    has_moved: bool,
+    option: &'static str,
+}
+
+const FIRST: Setup = Setup {
+    has_moved: false,
+    option: "",
+};
+
+impl Wanted {
+    fn path(&self, machine: &Machine, has_moved: bool) -> PathBuf {
+        machine
+            .path(if has_moved { "moved" } else { "" })
+            .join(self.name)
+    }
+
+    /// Writes or removes its file.
+    fn ask(&mut self, machine: &Machine, file: Option<Setup>) {
+        match (file, self.file) {
+            (Some(Setup { has_moved, option }), _) => {
+                let more = match option {
+                    "" => String::new(),
+                    "read-only" => "read-only = true".to_owned(),
+                    option => format!("options = ['{option}']"),
+                };
+                let text = machine.file(self.name, self.access, &more);
+                let at = |path: PathBuf| format!("path = '{}'", path.display());
+                let path = at(self.path(machine, has_moved));
+                let text = text.replace(&at(machine.path(self.name)), &path);
+                machine.write(self.name, &text);
+            }
+            (None, Some(_)) => machine.remove(self.name),
+            (None, None) => {}
+        }
+        self.file = file;
+    }
+
+    /// Writes what its file asks for at random, or removes the file.
+    fn ask_at_random(&mut self, machine: &Machine, rng: &mut Rng) {
+        let options = match self.access {
+            "raw" => &["", "read-only"][..],
+            _ => &["", "noexec", "sync", "read-only"],
+        };
+        let setup = Setup {
+            has_moved: rng.below(2) == 0,
+            option: options[rng.below(options.len())],
+        };
+        self.ask(machine, (rng.below(4) > 0).then_some(setup));
+    }
+
+    /// Waits until it is as its file asks, and asserts it.
+    fn assert_as_asked(&self, machine: &Machine) {
+        let is_wanted = self.file.is_some();
+        machine.wait(self.name, if is_wanted { "mounted" } else { "gone" });
+        assert_eq!(loops_over(&self.image).len(), usize::from(is_wanted));
+        for has_moved in [false, true] {
+            let path = self.path(machine, has_moved);
+            let Some(setup) = self.file.filter(|file| file.has_moved == has_moved) else {
+                assert!(!path.exists(), "{}", path.display());
+                continue;
+            };
+            if self.access == "raw" {
+                self.content.assert_at(&path, MIB);
+                let is_read_only = run(&["blockdev", "--getro", path.to_str().unwrap()]);
+                assert_eq!(is_read_only.trim() == "1", setup.option == "read-only");
+                continue;
+            }
+            self.content.assert_in(&path.join("file"));
+            let (mount, superblock) = all_options_at(&path);
+            let all: Vec<_> = mount.split(',').chain(superblock.split(',')).collect();
+            for (option, shown) in [("noexec", "noexec"), ("sync", "sync"), ("read-only", "ro")] {
+                let has = all.contains(&shown);
+                assert_eq!(has, setup.option == option, "{}: {all:?}", self.name);
+            }
+        }
+    }
+}
+
+/// Kills the agent at random moments, while files come, change and go.
+#[test]
+fn what_files_ask_for_comes_after_any_number_of_kills() {
+    story(async |sandbox| {
+        let machine = Machine::start(sandbox).await;
+        let node = &machine.node;
+        fs::create_dir(machine.path("moved")).unwrap();
+        let mut rng = Rng::new();
+        let volumes = [
+            ("one", "mount"),
+            ("two", "mount"),
+            ("three", "mount"),
+            ("disk", "raw"),
+        ];
+        let mut volumes = volumes.map(|(name, access)| Wanted {
+            name,
+            access,
+            image: image(sandbox, name),
+            content: Content::new(name),
+            file: None,
+        });
+        for volume in &mut volumes {
+            volume.ask(&machine, Some(FIRST));
+            machine.wait(volume.name, "mounted");
+            let path = volume.path(&machine, false);
+            match volume.access {
+                "raw" => volume.content.write_at(&path, MIB).unwrap(),
+                _ => volume.content.write(&path.join("file")),
+            }
+        }
+        for _ in 0..12 {
+            for _ in 0..=rng.below(3) {
+                volumes[rng.below(4)].ask_at_random(&machine, &mut rng);
+            }
+            // The agent reads the directory once that has been unchanged for 0.3 s.
+            let moment = u64::try_from(rng.below(1000)).unwrap();
+            tokio::time::sleep(Duration::from_millis(moment)).await;
+            node.kill9().await;
+            volumes[rng.below(4)].ask_at_random(&machine, &mut rng);
+            node.restart().await;
+        }
+        for volume in &volumes {
+            volume.assert_as_asked(&machine);
+        }
+        // Of those that were removed, too, the data is there.
+        for volume in &mut volumes {
+            volume.ask(&machine, Some(FIRST));
+        }
+        for volume in &volumes {
+            volume.assert_as_asked(&machine);
+        }
+        for volume in &mut volumes {
+            volume.ask(&machine, None);
+        }
+        for volume in &volumes {
+            volume.assert_as_asked(&machine);
+        }
+        node.assert_clean().await;
     });
 }
