@@ -78,9 +78,9 @@ fn files_ask_for_images_of_a_ceph_cluster() {
                 for mapping in mappings_of(sandbox.dir()) {
                     run(&["cryptsetup", "close", &mapping]);
                 }
-                rbds_of(sandbox.dir())
-                    .iter()
-                    .for_each(|it| unmap_by_rbd(it));
+                for device in rbds_of(sandbox.dir()) {
+                    unmap_by_rbd(&device);
+                }
             })
             .await;
         for path in [&image, &made] {
