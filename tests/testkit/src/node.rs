@@ -4,6 +4,7 @@ use std::{
     cell::Cell,
     fs,
     future::poll_fn,
+    io,
     ops::Deref,
     path::{Path, PathBuf},
     pin::pin,
@@ -242,7 +243,15 @@ impl Node {
 
     /// Kubelet makes the staging directory itself.
     pub async fn stage(&self, volume: &Volume) -> Result<(), Status> {
-        fs::create_dir_all(self.staging(volume)).expect("kubelet's directory");
+        let staging = self.staging(volume);
+        fs::create_dir_all(staging.parent().unwrap()).expect("kubelet's directory");
+        // That an NFS directory is mounted there is not asked: its server may be dead.
+        match fs::create_dir(&staging) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                panic!("kubelet's directory: {error}")
+            }
+            _ => {}
+        }
         self.send_stage(self.stage_request(volume)).await
     }
 
