@@ -14,7 +14,7 @@ export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(UNPACKED)
 PYTHON := $(BIN_DIR)/../python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint monitoring traces pictures book audit bench counts sizes deb check-deb images sbom clean
+.PHONY: help setup build demo run test unit test-kernel test-matrix fresh lint monitoring traces pictures book audit bench counts profile sizes deb check-deb images sbom clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -141,6 +141,12 @@ bench: setup ## Measure the cases of PERFORMANCE.md
 counts: setup build ## Compare the agent's system calls with bench/counts/counts.txt
 	cargo bench --profile dev --bench counts
 export UPDATE NAMES VOLUMES
+
+# CALLERS=4: so many at once; SECONDS_LONG=30.
+profile: setup ## Draw docs/pictures/profile.svg, where the agent's time on the CPU goes
+	cargo build --release $(AGENTS)
+	@scripts/profile.sh
+export CALLERS SECONDS_LONG
 
 sizes: ## Build what the images carry, and compare its sizes with scripts/sizes.txt
 	@scripts/setup.sh build

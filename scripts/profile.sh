@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Shows where the node agent's time on the CPU goes: samples it while uringctl puts volumes
-# in a pool through whole lives, and draws a flame graph, target/profile.svg. Needs root,
-# the release build, perf (Debian's linux-perf) and `cargo install inferno`. CALLERS,
-# SECONDS_LONG and SVG change the number of callers at once, the duration, and the
-# picture's file.
+# in a pool through whole lives, and draws a flame graph, docs/pictures/profile.svg:
+# `make profile`. Needs root, the release build, perf (Debian's linux-perf) and
+# `cargo install inferno`. CALLERS, SECONDS_LONG and SVG change the number of callers at
+# once, the duration, and the picture's file.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export BIN_DIR=target/release
@@ -28,4 +28,7 @@ kill -INT "$perf"
 wait "$perf" || true
 perf script --input "$work/perf.data" 2>/dev/null >"$work/stacks"
 inferno-collapse-perf "$work/stacks" >"$work/folded"
-inferno-flamegraph --minwidth 0.4 --title "uring-csi-node: lives of formatted volumes" "$work/folded" >"${SVG:-target/profile.svg}"
+# What has less than 0.8 % would make most of the file.
+inferno-flamegraph --minwidth 0.8 --title "uring-csi-node: lives of formatted volumes" \
+  --subtitle "time on the CPU, samples; a click zooms" "$work/folded" \
+  >"${SVG:-docs/pictures/profile.svg}"
