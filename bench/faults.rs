@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt as _, future::join_all, stream};
 use testkit::{
-    DeadOsd, DeadServer, Fault, HEALTHY, HungDirectories, HungFiles, HungPool, Node, NodeSetup,
-    Phase, Sandbox, Volume, call_in_phase, healthy_volumes, own_cluster_story, story,
+    DeadNfsServer, DeadOsd, DeadServer, Fault, HEALTHY, HungDirectories, HungFiles, HungPool, Node,
+    NodeSetup, Phase, Sandbox, Volume, call_in_phase, healthy_volumes, own_cluster_story, story,
 };
 
 /// p99 of a whole life beside the fault, in those without it, is at most this.
@@ -73,6 +73,32 @@ pub fn of_servers() -> bool {
             let fault = DeadServer::new(sandbox, KIND, phase).await;
             let node = Node::start(sandbox).await;
             kept &= others(sandbox, &node, fault, "on an NBD server", phase).await;
+        });
+    }
+    kept
+}
+
+/// The same of a pool on a device of device-mapper that is suspended.
+pub fn of_mapped() -> bool {
+    let mut kept = true;
+    for phase in some(&[Phase::Probe, Phase::Unmount]) {
+        story(async |sandbox| {
+            let fault = HungPool::mapped(sandbox, KIND);
+            let node = Node::start_with(sandbox, HungPool::setup(sandbox)).await;
+            kept &= others(sandbox, &node, fault, "on a suspended device", phase).await;
+        });
+    }
+    kept
+}
+
+/// The same of an NFS server that dies, or hangs.
+pub fn of_nfs_servers() -> bool {
+    let mut kept = true;
+    for phase in some(&[Phase::Mount, Phase::Use, Phase::Unmount]) {
+        story(async |sandbox| {
+            let fault = DeadNfsServer::new(sandbox).await;
+            let node = Node::start(sandbox).await;
+            kept &= others(sandbox, &node, fault, "on an NFS server", phase).await;
         });
     }
     kept
@@ -162,6 +188,8 @@ async fn up(node: &Node, volumes: &[Volume], phase: Phase) {
         match phase {
             Phase::Probe | Phase::Mount => node.down(volume, "pod").await,
             Phase::Publish => node.unpublish(volume, "pod").await.expect("unpublished"),
+            // Of a server that dies, the last ones are the answer.
+            Phase::Use => drop(node.stats(volume, &target).await.expect("stats")),
             // Which is written when it is unmounted.
             Phase::Unmount => std::fs::write(target.join("late"), "late").expect("a write"),
             _ => {}

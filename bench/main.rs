@@ -13,7 +13,8 @@
 //! `make bench` (scripts/bench.sh) for the numbers in PERFORMANCE.md, each
 //! backend on a kernel that has it; the environment variable `BACKEND` says which one it
 //! is here: `loop`, unless it is set; `nbd`; `rbd`, which is Ceph on the node; `ceph`, which
-//! is Ceph in the controller and takes no driver; or `pools`, image files in the controller.
+//! is Ceph in the controller and takes no driver; `pools`, image files in the controller; or
+//! `nfs` and `mapped`, where NFS servers and devices of device-mapper hang.
 //! Needs root.
 
 // The ban on children is the product's, not its benches'.
@@ -68,6 +69,8 @@ fn main() -> ExitCode {
             exports(&mut criterion, &rig);
             faults::of_servers()
         }
+        ("nfs", _) => faults::of_nfs_servers(),
+        ("mapped", _) => faults::of_mapped(),
         ("pools", _) => {
             listings::of_pools(&mut criterion, &rig);
             copies::of_pools(&mut criterion, &rig);
@@ -81,7 +84,9 @@ fn main() -> ExitCode {
             ceph_images(&mut criterion, &rig, ceph);
             faults::of_osds()
         }
-        (other, None) => panic!("BACKEND={other}: there are loop, pools, nbd, ceph and rbd"),
+        (other, None) => {
+            panic!("BACKEND={other}: there are loop, pools, nbd, ceph, rbd, nfs and mapped")
+        }
     };
     criterion.final_summary();
     rig.print_summary();

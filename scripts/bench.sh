@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs the benches (bench/), each on a kernel with its drivers: `loop`, `pools` and `ceph`
-# (image files, and Ceph, in the controller) on this machine's kernel; `nbd`, and `rbd`
-# (Ceph on the node), on the test kernel (tests/kernel/in.sh), or with HOST_KERNEL=1 on
-# this machine's.
+# (image files, and Ceph, in the controller) on this machine's kernel; `nbd`, `rbd` (Ceph on
+# the node), `nfs` and `mapped` (device-mapper), on the test kernel (tests/kernel/in.sh), or
+# with HOST_KERNEL=1 on this machine's. The last two only see what others wait for while they
+# hang, and do not run with QUICK=1 unless ONLY names them.
 # ONLY=nbd runs one of them, QUICK=1 a short form. PROFILE=dev uses the tests' build,
 # which shows that the benches run, but gives no usable numbers. UPDATE=1 copies the numbers
 # into PERFORMANCE.md.
@@ -22,8 +23,9 @@ known=
 measured=()
 # A backend that fails does not stop the others.
 failed=()
-for backend in loop pools ceph nbd rbd; do
+for backend in loop pools ceph nbd rbd nfs mapped; do
   [[ ${ONLY:-$backend} == "$backend" ]] || continue
+  if [[ $backend == nfs || $backend == mapped ]] && [[ -n ${QUICK:-} && -z ${ONLY:-} ]]; then continue; fi
   known=1
   if [[ $backend == loop || $backend == pools || $backend == ceph ]]; then
     run=(env BACKEND="$backend" "${command[@]}")
