@@ -66,7 +66,6 @@ mod left_snapshots;
 mod listing;
 mod lookup;
 mod metadata;
-mod mirrored_entry;
 mod networks;
 mod operators;
 mod orphans;

@@ -198,21 +198,6 @@ impl Journal {
         }
     }
 
-    /// Writes the entry of a complete image that has none; another entry stays.
-    pub fn enter_complete(
-        &self,
-        pool: &IoCtx,
-        uuid: Uuid,
-        entry: &JournalEntry,
-    ) -> Result<(), JournalError> {
-        let keys = entry.to_keys(self.kind);
-        let set = keys.iter().map(|(key, value)| (*key, value.as_str()));
-        match pool.operate(&self.object(uuid), &WriteOp::new().create().set(set)) {
-            Err(error) if !error.is_exists() => Err(error.into()),
-            _ => Ok(()),
-        }
-    }
-
     /// Resumes a create of ceph-csi; the keys that the entry has already are kept.
     pub fn resume(
         &self,

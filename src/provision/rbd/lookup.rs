@@ -24,21 +24,12 @@ use crate::{
         csi_format::{
             config::ConfigError,
             handle::{CephVolumeHandle, Handle},
-            journal::{Journal, JournalEntry, JournalKind, read_from_other_pools},
+            journal::{Journal, JournalEntry, read_from_other_pools},
         },
     },
     error_chain,
     secret::Secrets,
 };
-
-/// The copies of a mirror by which a volume is entered in the journal of their site.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MirroredCopies {
-    /// One that was promoted.
-    Primary,
-    /// Secondary ones, too.
-    All,
-}
 
 impl RbdStore {
     /// The clusters that may have the image of a volume's or snapshot's handle: its own, and
@@ -142,7 +133,7 @@ impl RbdStore {
         if matches!(own, Ok(None)) && self.image_by_uuid(handle, secrets)?.is_some() {
             return Ok(Vec::new());
         }
-        let elsewhere = self.elsewhere(of, handle, &places, MirroredCopies::Primary, secrets);
+        let elsewhere = self.elsewhere(of, handle, &places, secrets);
         match (own, elsewhere?) {
             (Ok(own), other) => Ok(own.into_iter().chain(other).collect()),
             // Its own cluster does not admit this user, or is not configured here. One
@@ -160,7 +151,7 @@ impl RbdStore {
     }
 
     /// The image of a handle's uuid in its cluster and pool, with or without an entry.
-    pub(super) fn image_by_uuid(
+    fn image_by_uuid(
         &self,
         handle: &Handle,
         secrets: &Secrets,
@@ -175,12 +166,11 @@ impl RbdStore {
 
     /// The first image that a handle's own fails over to, also if a delete has removed it and
     /// has not ended.
-    pub(super) fn elsewhere(
+    fn elsewhere(
         &self,
         of: &Journal,
         handle: &Handle,
         places: &[(String, i64)],
-        which: MirroredCopies,
         secrets: &Secrets,
     ) -> Result<Option<FoundImage>, RbdError> {
         let mut failed = None;
@@ -188,11 +178,11 @@ impl RbdStore {
             let Some(there) = Handle::new(cluster_id, *pool_id, handle.uuid()) else {
                 continue;
             };
-            match self.at_or_copied(of, &there, which, secrets) {
+            match self.at(of, &there, secrets) {
                 Ok(Some(found)) if found.is_deleting() || found.has_image()? => {
                     return Ok(Some(FoundImage {
                         handle: handle.to_string(),
-                        stands_in: there != *handle,
+                        stands_in: true,
                         ..found
                     }));
                 }
@@ -202,29 +192,6 @@ impl RbdStore {
             }
         }
         failed.map_or(Ok(None), Err)
-    }
-
-    /// The image in the cluster and pool that a handle names, also if a mirror has copied it
-    /// there and the journal has no entry yet.
-    fn at_or_copied(
-        &self,
-        of: &Journal,
-        handle: &Handle,
-        which: MirroredCopies,
-        secrets: &Secrets,
-    ) -> Result<Option<FoundImage>, RbdError> {
-        let found = self.at(of, handle, secrets)?;
-        if found.is_some()
-            || of.kind() != JournalKind::Volume
-            || !self.enter_copy(handle, which, secrets)?
-        {
-            return Ok(found);
-        }
-        let found = self.at(of, handle, secrets)?;
-        found
-            .as_ref()
-            .map_or(Ok(()), |found| self.enter_name(found))?;
-        Ok(found)
     }
 
     /// Whether a cluster that may have the image of a handle has one besides those found, or
@@ -345,7 +312,7 @@ fn image_of(pool: &IoCtx, handle: &Handle) -> Result<Option<String>, CephError> 
 
 /// Whether an error shows that the cluster is not configured or does not admit this user:
 /// it counts as a cluster without the volume.
-pub fn is_not_ours(error: &RbdError) -> bool {
+fn is_not_ours(error: &RbdError) -> bool {
     match error {
         RbdError::Config(error) => matches!(
             error,

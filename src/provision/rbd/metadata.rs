@@ -1,7 +1,7 @@
 //! The metadata of images: keys with values (`rbd image-meta list`).
 //!
 //! librbd copies a parent's metadata to its clones. Some of it is foreign to a clone: the
-//! limits of the source's class, the source's entry, and the names of its objects in Kubernetes
+//! limits of the source's class, and the names of the source's objects in Kubernetes
 //! ([`ObjectNames`]). The metadata of encryption are written anew for each copy.
 
 use std::collections::{BTreeMap, HashMap};
@@ -23,8 +23,6 @@ const NAMES: [&str; 6] = [
 /// ceph-csi's key of a demoted image: when it was created. The dot keeps it from being
 /// mirrored, so an image that a resync created anew lacks it.
 pub const CREATED: &str = ".rbd.image.creation_time";
-/// This driver's key of a mirrored image: its entry in the journal, which is not mirrored.
-pub const ENTRY: &str = "uring-csi/entry";
 /// ceph-csi's key for the name of the Kubernetes cluster.
 const CLUSTER_NAME: &str = "csi.ceph.com/cluster/name";
 
@@ -69,7 +67,7 @@ pub fn set_metadata(
 pub fn foreign(metadata: &BTreeMap<String, String>) -> Vec<(String, Option<String>)> {
     let is_foreign = |key: &&String| {
         key.starts_with(KUBERNETES)
-            || [CLUSTER_NAME, CREATED, ENTRY].contains(&key.as_str())
+            || [CLUSTER_NAME, CREATED].contains(&key.as_str())
             || qos::is_of_limits(key)
     };
     let keys = metadata.keys().filter(is_foreign);

@@ -153,8 +153,14 @@ impl RbdStore {
         };
         mark(true)?;
         let discarded = self.discard_found(of, found);
-        if discarded.is_err() && found.has_image()? {
-            mark(false)?;
+        if let Err(error) = &discarded
+            // Else the image may go later.
+            && !matches!(error, ProvisionError::Rbd(error) if error.is_uncertain())
+            && matches!(found.has_image(), Ok(true))
+            && let Err(error) = mark(false)
+        {
+            let handle = &found.handle;
+            tracing::warn!(handle, %error, "the entry of an image that stays says that it is deleted");
         }
         discarded
     }

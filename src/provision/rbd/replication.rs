@@ -24,7 +24,6 @@ use super::{
     error::RbdError,
     found::{FoundImage, Recorded},
     metadata::CREATED,
-    mirrored_entry::tell_entry,
     removal::refuse_if_used,
 };
 use crate::{
@@ -46,8 +45,7 @@ impl RbdStore {
         change: &ReplicationChange,
         secrets: &Secrets,
     ) -> Result<Replicated, ProvisionError> {
-        let force = matches!(change, ReplicationChange::Promote { force: true, .. });
-        let found = match self.mirrored_volume(handle, force, secrets) {
+        let found = match self.volume(handle, secrets) {
             Err(error) if matches!(change, ReplicationChange::Resync { .. }) => {
                 let missing = self.replacement_without_image(handle, secrets)?;
                 return Err(missing.map_or(error, |found| syncing(&found, COPIED_ANEW).into()));
@@ -92,12 +90,7 @@ impl RbdStore {
                 MirrorMode::Snapshot
             };
             drop(image);
-            tell_entry(found)?;
             found.open(OpenMode::ReadWrite)?.mirror_enable(mode)?;
-        } else if role == Mirroring::Primary {
-            // ceph-csi, or an administrator, has enabled it.
-            drop(image);
-            tell_entry(found)?;
         }
         schedule(found, wanted)
     }

@@ -5,8 +5,6 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-use rustix::process::{Pid, Signal, kill_process};
-
 use crate::{cluster::TestCluster, skipped::skip_uninstalled};
 
 /// A cluster's daemon that copies images from its peer.
@@ -29,22 +27,6 @@ impl MirrorDaemon {
             .stdout(log.try_clone().expect("a log"))
             .stderr(log);
         Self(command.spawn().expect("rbd-mirror"))
-    }
-}
-
-impl MirrorDaemon {
-    /// Has it hang, until it is resumed.
-    pub fn stop(&self) {
-        self.signal(Signal::STOP);
-    }
-
-    pub fn resume(&self) {
-        self.signal(Signal::CONT);
-    }
-
-    fn signal(&self, signal: Signal) {
-        let pid = Pid::from_child(&self.0);
-        kill_process(pid, signal).expect("a signal");
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use testkit::Replayer;
 
-use super::{super::metadata::ENTRY, replication::enable, *};
+use super::*;
 use crate::ceph::client::rbd::{self as images, Image, Mirroring, OpenMode};
 
 /// A volume that was made at one site and is at another by now.
@@ -158,77 +158,6 @@ async fn a_volume_is_followed_to_the_site_that_has_it() {
     std::fs::remove_file(file).unwrap();
     let unknown = moved.grow(MIB).await.unwrap_err();
     assert_eq!(unknown.kind(), ErrorKind::Invalid);
-}
-
-#[tokio::test]
-async fn a_volume_is_entered_at_the_site_that_has_its_promoted_copy() {
-    let Some(moved) = Moved::new().await else {
-        return;
-    };
-    let cluster = &moved.home.cluster;
-    let mirror = |verb: &[&str]| cluster.rbd(&[&["mirror", "image"], verb].concat());
-    for site in &moved.sites {
-        cluster.rbd(&["mirror", "pool", "enable", site.pool(), "image"]);
-    }
-    for _ in 0..2 {
-        let enabled = moved.home.replicate(&moved.volume, enable());
-        enabled.await.unwrap();
-    }
-    // The mirror has the image with its metadata, and no journal.
-    let (entry, directory) = (moved.entry(), "csi.volumes.default");
-    let entered = |site: usize, object: &str| moved.sites[site].omap_list(object, "");
-    let [expected, names] = [&*entry, directory].map(|object| entered(0, object).unwrap());
-    let copy = moved.at(1);
-    cluster.rbd(&["rm", &copy]);
-    cluster.rbd(&["cp", &moved.at(0), &copy]);
-    for object in [&*entry, directory] {
-        moved.sites[1].remove(object).unwrap();
-    }
-    moved.lose();
-    let unknown = moved.grow(2 * MIB).await.unwrap_err();
-    assert_eq!(unknown.kind(), ErrorKind::NotFound, "it is not mirrored");
-    mirror(&["enable", &copy, "snapshot"]);
-    mirror(&["demote", &copy]);
-    let unknown = moved.grow(2 * MIB).await.unwrap_err();
-    assert_eq!(unknown.kind(), ErrorKind::NotFound, "it is secondary");
-    mirror(&["promote", &copy]);
-    assert_eq!(moved.grow(2 * MIB).await.unwrap(), 2 * MIB);
-
-    let id = images::image_id(&moved.sites[1], moved.image()).unwrap();
-    let mut now = entered(1, &entry).unwrap();
-    assert_eq!(now.remove("csi.imageid"), id);
-    let mut expected = expected;
-    expected.remove("csi.imageid");
-    assert_eq!(now, expected);
-    assert_eq!(entered(1, directory).unwrap(), names);
-    moved.delete().await;
-    assert_eq!(moved.is_there(), [false; 2]);
-    assert!(!moved.sites[1].exists(&entry).unwrap());
-}
-
-#[tokio::test]
-async fn a_clone_of_a_mirrored_image_is_not_taken_for_its_volume() {
-    let Some(moved) = Moved::new().await else {
-        return;
-    };
-    let home = &moved.home;
-    home.mirror_pool();
-    home.replicate(&moved.volume, enable()).await.unwrap();
-    let clone = NewVolume {
-        source: Some(ContentSource::Volume(moved.volume.handle.clone())),
-        ..home.volume("clone", MIB)
-    };
-    let clone = home.make(clone).await;
-    let told = |volume: &VolumeInfo| {
-        let image = Image::open(
-            &moved.sites[0],
-            &volume.context["imageName"],
-            OpenMode::ReadOnly,
-        );
-        image.unwrap().metadata_list().unwrap().remove(ENTRY)
-    };
-    assert!(told(&moved.volume).unwrap().contains("moved"));
-    assert_eq!(told(&clone), None);
 }
 
 #[tokio::test]
