@@ -13,7 +13,7 @@
 //! - A gate with a full queue refuses further volumes, so that the caller retries later.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, HashSet, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -258,7 +258,7 @@ impl Gate {
         }
     }
 
-    /// Grants free permits to the queue, first to the first volume whose domain has room.
+    /// Grants free permits to the queue, first to the domain with room that has the fewest.
     fn grant(&self, mut state: MutexGuard<'_, GateState>) {
         // Calls that ended meanwhile get no permit.
         state.waiting.retain(|waiting| !waiting.grant.is_closed());
@@ -284,28 +284,30 @@ impl Gate {
 
 impl GateState {
     fn has_room(&self, bounds: &Bounds, domain: &str) -> bool {
+        self.held.len() < bounds.permits && self.count(bounds, domain) < bounds.share
+    }
+
+    /// The permits that a domain has.
+    fn count(&self, bounds: &Bounds, domain: &str) -> usize {
         let held = self.held.values().map(|held| &held.domain);
         let stuck = self.stuck.values().filter(|_| bounds.counts_stuck);
         let same = held.chain(stuck).filter(|other| *other == domain);
-        self.held.len() < bounds.permits && same.count() < bounds.share
+        same.count()
     }
 
+    /// The place in the queue of the next volume that gets a permit. Of the domains, that with
+    /// the fewest permits is first: a volume of a domain that answers waits for no queue of
+    /// several that do not.
     fn next(&self, bounds: &Bounds) -> Option<usize> {
         if self.held.len() >= bounds.permits {
             return None;
         }
-        // Each domain that has its share is checked once, however many of its volumes wait.
-        let mut full: Vec<&str> = Vec::new();
-        (self.waiting.iter()).position(|waiting| {
-            if full.contains(&waiting.domain.as_str()) {
-                return false;
-            }
-            let room = self.has_room(bounds, &waiting.domain);
-            if !room {
-                full.push(&waiting.domain);
-            }
-            room
-        })
+        let mut domains = HashSet::new();
+        let firsts = (self.waiting.iter().enumerate())
+            .filter(|(_, waiting)| domains.insert(waiting.domain.as_str()));
+        let counted = firsts.map(|(at, waiting)| (self.count(bounds, &waiting.domain), at));
+        let next = counted.filter(|(count, _)| *count < bounds.share).min();
+        next.map(|(_, at)| at)
     }
 }
 

@@ -54,6 +54,19 @@ fn a_domain_leaves_permits_to_others() {
 }
 
 #[test]
+fn the_queues_of_dead_domains_delay_no_other() {
+    let gate = gate(4, 64);
+    let mut dead: Vec<_> = (0..3).map(|_| admitted(gate.ask("dead"))).collect();
+    let dying = admitted(gate.ask("dying"));
+    let waiting: Vec<_> = (0..8).map(|_| waits(gate.ask("dying"))).collect();
+    let mut alive = waits(gate.ask("alive"));
+    drop(dead.pop());
+    drop(alive.try_recv().unwrap());
+    drop((dead, dying, waiting));
+    assert_eq!(gate.load(), Load::default());
+}
+
+#[test]
 fn a_full_queue_refuses_with_the_reason() {
     let gate = gate(1, 4);
     let _place = admitted(gate.ask("dead"));
