@@ -189,6 +189,7 @@ REFUSED = [
     ({"nfs": {"exports": [EXPORT]}}, "a release of their own"),
     ({"pools": [], "nfs": {"exports": [EXPORT | {"share": "relative"}]}}, "pattern"),
     ({"nfs": {"inline": [EXPORT]}}, "with nfs.exports"),
+    ({"pools": [], "nfs": {"exports": [EXPORT], "inline": [EXPORT | {"share": "/"}]}}, "directories of claims"),
     ({"pools": [LOCAL, SHARED | {"name": "b"}]}, "all are local or all are shared"),
     ({"pools": [LOCAL], "ceph": {"enabled": True}}, "two releases"),
     ({"pools": [LOCAL], "nbd": {"enabled": True}}, "one shared pool"),

@@ -185,7 +185,11 @@ impl Node {
         let begun = Instant::now();
         self.recovered(&volume_id, deadline).await?;
         let left = || deadline.saturating_sub(begun.elapsed());
-        if matches!(request.call, Call::Inline(_) | Call::Unpublish(_)) {
+        let may_be_recorded = match &request.call {
+            Call::Inline(spec) => spec.stage.source.has_device(),
+            call => matches!(call, Call::Unpublish(_)),
+        };
+        if may_be_recorded {
             self.inline_recovered(&volume_id, left()).await?;
         }
         task::submit(&self, &volume_id, request, left()).await

@@ -79,6 +79,16 @@ impl NfsSource {
         has("server") && has("share") && context.get("clusterID").is_none()
     }
 
+    /// Which of `server` and `share` lacks, if the context has the other alone.
+    pub fn missing_key(context: VolumeContext<'_>) -> Option<&'static str> {
+        let has = |key| matches!(get(context, key), Ok(Some(_)));
+        match (has("server"), has("share")) {
+            (true, false) => Some("share"),
+            (false, true) => Some("server"),
+            _ => None,
+        }
+    }
+
     /// Reads `server`, `share`, `subDir` and `mountPermissions`.
     pub fn parse(context: VolumeContext<'_>) -> Result<Self, SourceError> {
         let is_known =

@@ -180,6 +180,12 @@ impl Source {
         !NfsSource::is_named_by(VolumeContext(context))
     }
 
+    /// The key that lacks of those by which a pod names a directory of a server, if it has set
+    /// another one.
+    pub fn missing_remote_key(context: &HashMap<String, String>) -> Option<&'static str> {
+        NfsSource::missing_key(VolumeContext(context))
+    }
+
     /// The backend's name, as metrics and listings show it.
     pub fn backend(&self) -> &'static str {
         match self {

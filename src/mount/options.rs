@@ -163,10 +163,14 @@ impl MountOptions {
         self.protection().next().is_some()
     }
 
-    /// What these options set that a pod's author may not: `suid` or `dev`.
-    pub fn unprotected(&self) -> Option<&'static str> {
+    /// What these options set that a pod's author may not: `suid`, `dev`, or an SELinux label.
+    pub fn unprotected(&self) -> Option<&str> {
         let mut words = self.protection().map(|it| it.word);
-        words.find(|word| ["suid", "dev"].contains(word))
+        let labels = ["context", "fscontext", "defcontext", "rootcontext"];
+        let mut keys = self.fs_options().map(|option| option.key.as_str());
+        words
+            .find(|word| ["suid", "dev"].contains(word))
+            .or_else(|| keys.find(|key| labels.contains(key)))
     }
 
     /// The first of `nosuid`, `nodev`, `noexec` and their opposites that is set here and not

@@ -108,7 +108,12 @@ impl Context<'_> {
 
     /// Waits for a permit for a step, unless one is free.
     pub(super) async fn admit(self, gate: &Gate, source: &Source) -> Result<Permit, Cause> {
-        let turn = match gate.ask(&source.domain()) {
+        self.admit_as(gate, &source.domain()).await
+    }
+
+    /// The same as one of a failure domain.
+    pub(super) async fn admit_as(self, gate: &Gate, domain: &str) -> Result<Permit, Cause> {
+        let turn = match gate.ask(domain) {
             Ok(Entry::Admitted(permit)) => return Ok(permit),
             Ok(Entry::Waits(turn)) => turn,
             Err(full) => return Err(Cause::Overloaded(full)),

@@ -39,8 +39,7 @@ fn refuse(record: &Record, spec: &Expand) -> Result<(), Cause> {
     }
     if record.inline.is_some() {
         return Err(Cause::precondition(
-            "it is an inline volume, which keeps the size that its pod was made with \
-             (volumeAttributes.size)",
+            "it is an inline volume, which keeps the size that its pod was made with",
         ));
     }
     if record.read_only {

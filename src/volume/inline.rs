@@ -1,9 +1,9 @@
 //! Inline ephemeral volumes: published without a stage, deleted at unpublish.
 //!
 //! Such a volume is staged at a place of the node's own and published from
-//! there, so everything else is as with any other volume. Its record is durable
-//! and written before its image is made: whatever instruction the agent dies
-//! at, the record names the image that is to be deleted.
+//! there, so everything else is as with any other volume. The record of one with an
+//! image is durable and written before the image is made: whatever instruction the
+//! agent dies at, the record names the image that is to be deleted.
 
 use super::{
     Outcome,

@@ -242,7 +242,7 @@ impl Records {
         &self.inline
     }
 
-    /// The records of this boot, but those of inline volumes.
+    /// The records of this boot, but those of inline volumes with an image.
     pub fn load(&self, boot_id: &str) -> io::Result<Vec<Record>> {
         let mut loaded = Vec::new();
         for (path, record) in read_all(&self.volumes)? {
@@ -263,8 +263,8 @@ impl Records {
         Ok(all.into_iter().map(|(_, record)| record).collect())
     }
 
-    /// Writes the record of a volume down. Of an inline volume it blocks until its disk
-    /// has it; of others it is in the memory of a tmpfs.
+    /// Writes the record of a volume down. Of an inline volume with an image it
+    /// blocks until its disk has it; of others it is in the memory of a tmpfs.
     pub fn save(&self, record: &Record) -> io::Result<()> {
         let bytes = serde_json::to_vec(record)?;
         let (path, durability) = self.file_of(&record.volume_id, record.outlives_reboot());

@@ -338,7 +338,12 @@ impl Staging<'_> {
             // Its mount is what waits for a server, as the attach of others, and is begun
             // with nothing in hand: so a flood of calls is refused here.
             let gate = &cx.node.config.gates.attach;
-            let _admission = cx.admit(gate, &spec.source).await?;
+            let mut domain = spec.source.domain();
+            if spec.inline.is_some() {
+                // Pods choose the server's port: theirs delay no claim of the server.
+                domain.insert_str(0, "inline volumes of ");
+            }
+            let _admission = cx.admit_as(gate, &domain).await?;
             cx.step("mount", || {
                 make_room(place)?;
                 let mounted = spec.source.mount(options, spec.read_only, place);

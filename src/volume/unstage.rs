@@ -186,13 +186,24 @@ fn unmount_unknown(cx: OnLane<'_>, staging_path: &Path) -> Result<Done, Cause> {
     })
 }
 
-/// Ends an inline volume that is a directory of a server, if there is one without a record.
+/// Ends an inline volume that is a directory of a server, if there is one without a record,
+/// or its staging directory alone.
 pub(super) fn end_unknown_inline(cx: OnLane<'_>) -> Result<(), Cause> {
     let staging_path = cx.node.inline_staging(&cx.volume.id);
-    match unmount_unknown(cx, &staging_path)? {
-        Done::Now => cx.step("delete", || remove_own(cx, &staging_path)),
-        Done::Already => Ok(()),
+    let _ = unmount_unknown(cx, &staging_path)?;
+    // Also after a kill between the unmount and this.
+    let is_left = cx.step("look", || -> Result<bool, Cause> {
+        let Some(place) = absent_is_none(cx.node.places.staging(&staging_path))? else {
+            return Ok(false);
+        };
+        let look = place.kind();
+        let look = look.map_err(Cause::io(format!("look at {}", place.path().display())))?;
+        Ok(matches!(look, PathKind::Dir))
+    })?;
+    if is_left {
+        cx.step("delete", || remove_own(cx, &staging_path))?;
     }
+    Ok(())
 }
 
 /// Removes the staging directory of an inline volume, which is the agent's own.

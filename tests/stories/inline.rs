@@ -347,6 +347,9 @@ fn a_pod_mounts_no_share_and_by_no_option_that_the_node_does_not_allow() {
             ("mountOptions", "suid", InvalidArgument, "suid"),
             ("mountOptions", "ro,dev", InvalidArgument, "dev"),
             ("mountOptions", "addr=127.0.0.2", InvalidArgument, "addr"),
+            ("mountOptions", "context=x", InvalidArgument, "context"),
+            ("server", "", InvalidArgument, "volume_context.server"),
+            ("share", "", InvalidArgument, "volume_context.share"),
             // Only this reaches the server's address, where nothing listens.
             ("mountOptions", "port=1", Unavailable, "does not answer"),
         ] {

@@ -178,7 +178,7 @@ fn a_flood_of_volumes_of_a_silent_nfs_server_is_refused_and_delays_no_other() {
         let refused: Vec<_> = (answers.iter())
             .filter(|status| status.code() == Code::ResourceExhausted)
             .collect();
-        assert!(refused.len() >= volumes.len() / 2, "{answers:?}");
+        assert!(!refused.is_empty(), "{answers:?}");
         for status in refused {
             for words in ["step attach", "--max-waiting", "retry later"] {
                 assert!(status.message().contains(words), "{status:?}");

@@ -31,6 +31,13 @@
 {{- if and .Values.nfs.inline (not .Values.nfs.exports) }}
 {{- fail "nfs.inline: shares as inline volumes are of a release with nfs.exports" }}
 {{- end }}
+{{- range $pods := .Values.nfs.inline }}
+{{- range $.Values.nfs.exports }}
+{{- if and (eq .server $pods.server) (hasPrefix (printf "%s/" (trimSuffix "/" $pods.share)) (printf "%s/" .share)) }}
+{{- fail "nfs.inline: pods could replace the directories of claims in a share of nfs.exports, or below" }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if and .Values.inline.enabled (not $local) }}
 {{- fail "inline.enabled: inline volumes need local pools" }}
 {{- end }}

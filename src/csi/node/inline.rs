@@ -17,15 +17,19 @@ use crate::{
     },
 };
 
-/// The attributes that a pod may set for its inline volume with an image. The pod's author need not be
-/// trusted with the node: no attribute here may change the arguments of a program that runs
-/// as root, as `mkfsOptions` of a class does.
+/// The attributes that a pod may set for its inline volume with an image. The pod's author
+/// need not be trusted with the node: no attribute here may change the arguments of a program
+/// that runs as root, as `mkfsOptions` of a class does.
 const ATTRIBUTES: [&str; 3] = ["fsType", "pool", "size"];
 
 /// Refuses every other attribute.
 pub(super) fn refuse_unlisted(attributes: &HashMap<String, String>) -> Result<(), Status> {
     let of_remote = Source::INLINE_REMOTE_KEYS;
     let is_image = Source::has_device_by(attributes);
+    if is_image && let Some(missing) = Source::missing_remote_key(attributes) {
+        let field = format!("volume_context.{missing}");
+        return Err(validate::invalid(&field, "is required"));
+    }
     let known = |key: &str| {
         set_by_kubernetes(key)
             || (is_image && ATTRIBUTES.contains(&key))
@@ -42,7 +46,8 @@ pub(super) fn refuse_unlisted(attributes: &HashMap<String, String>) -> Result<()
     })
 }
 
-/// Refuses mount options by which files of a server could act on the node.
+/// Refuses mount options by which files of a server could act on the node, or that choose the
+/// mount's SELinux label.
 fn refuse_unprotected(usage: &Use) -> Result<(), Status> {
     let Use::Mount { options, .. } = usage else {
         return Ok(());
@@ -90,6 +95,8 @@ impl NodeService {
             (source, place.await?, None)
         };
         let target_path = clean(&request.target_path);
+        // A share is not the pod's, whose author would give it to its own group.
+        let group = parsed.group.filter(|_| image_bytes.is_some());
         Ok(Inline {
             publish: Publish {
                 staging_path: staging_path.clone(),
@@ -97,7 +104,7 @@ impl NodeService {
                 usage: parsed.usage.clone(),
                 read_only: parsed.read_only || request.readonly,
                 mode: parsed.mode,
-                group: parsed.group,
+                group,
                 remount: false,
                 lock: false,
                 encrypted: None,
@@ -112,7 +119,7 @@ impl NodeService {
                 read_only: image_bytes.is_none() && parsed.read_only,
                 mode: parsed.mode,
                 mkfs_options: parsed.mkfs_options,
-                group: parsed.group,
+                group,
                 root: RootAccess::default(),
                 inline: Some(InlineVolume {
                     image_bytes,

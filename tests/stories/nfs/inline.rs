@@ -1,18 +1,20 @@
 //! Shares as inline volumes of pods, as in csi-driver-nfs' `nginx-pod-inline-volume.yaml`.
 
-use std::path::PathBuf;
+use std::{fs, os::unix::fs::MetadataExt as _, path::PathBuf};
 
 use testkit::{
-    Content, NfsServer, Node, NodeSetup, SHARE, Sandbox, Volume, crash_at_each_step, refused,
+    Content, NfsServer, Node, NodeSetup, SHARE, Sandbox, Volume, crash_at_each_step, eventually,
+    refused, run,
 };
 use tonic::Code;
 
 use super::{impatient_node_with, mounts_of, nfs_story};
-use crate::{inline::publish, protection::protection_at};
+use crate::{fs_group::with_group, inline::publish, protection::protection_at};
 
 /// A node on which pods may mount the server's share.
 async fn allowing_node(sandbox: &Sandbox) -> Node {
-    let setup = NodeSetup::new(sandbox).arg(&format!("--nfs-inline=127.0.0.1:{SHARE}/"));
+    let setup = (NodeSetup::new(sandbox).arg("--volume-mount-group"))
+        .arg(&format!("--nfs-inline=127.0.0.1:{SHARE}/"));
     impatient_node_with(sandbox, setup).await
 }
 
@@ -46,7 +48,11 @@ fn pods_share_a_directory_by_inline_volumes() {
         let mut server = NfsServer::start(sandbox, "server").await;
         let node = allowing_node(sandbox).await;
         let [one, other] = ["one", "other"].map(|pod| inline(&server, pod));
+        let group = fs::metadata(server.export()).expect("the share").gid();
+        let one = with_group(one, "4711");
         let (at_one, at_other) = (up(&node, &one).await, up(&node, &other).await);
+        let found = fs::metadata(&at_one).expect("the share").gid();
+        assert_eq!(found, group, "the share is not the pod's");
         assert_eq!(up(&node, &one).await, at_one);
         assert_eq!(protection_at(&at_one), ["nosuid", "nodev"]);
         let content = Content::new("inline");
@@ -67,6 +73,18 @@ fn pods_share_a_directory_by_inline_volumes() {
         node.unpublish(&other, "pod").await.expect("unpublished");
         assert_eq!(mounts(&node), 0);
         content.assert_in(&server.export().join("file"));
+
+        // Its pod is gone before the agent is back.
+        let target = up(&node, &one).await;
+        node.kill9().await;
+        run(&["umount", target.to_str().unwrap()]);
+        fs::remove_dir(&target).expect("a directory");
+        fs::remove_dir(target.parent().unwrap()).expect("the pod's directory");
+        node.restart().await;
+        eventually("the volume is deleted", async || {
+            (mounts(&node) == 0).then_some(())
+        })
+        .await;
 
         up(&node, &one).await;
         server.kill9();
