@@ -34,8 +34,12 @@ inside() {
   git ls-files -z --cached --others --exclude-standard |
     tar -c --null --files-from=- | tar -x -C "$root/root/uring-csi"
   cp --remove-destination /etc/resolv.conf "$root/etc/"
-  # This machine's access to PyPI, as make_root passes apt's.
-  [[ ! -e /etc/pip.conf ]] || cp -r --parents /etc/pip.conf /etc/ssl/certs "$root"
+  # This machine's access to PyPI, as make_root passes apt's; the package ca-certificates
+  # replaces the list of authorities.
+  if [[ -e /etc/pip.conf ]]; then
+    cp -L /etc/ssl/certs/ca-certificates.crt "$root/etc/pip-ca.crt"
+    sed 's|^cert *=.*|cert = /etc/pip-ca.crt|' /etc/pip.conf >"$root/etc/pip.conf"
+  fi
   enter_root "$root" toolchain_and_registry
   # The commands of docs/start.md, in its order.
   env -i HOME=/root TERM="${TERM:-dumb}" PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/rust/bin \
