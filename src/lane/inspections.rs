@@ -4,6 +4,7 @@
 use std::{
     collections::BTreeMap,
     fmt,
+    panic::AssertUnwindSafe,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -95,6 +96,12 @@ impl Inspections {
             return last.clone();
         }
         let looking = self.lanes.run("", "inspect", inspection.look);
+        let place = inspection.place.clone();
+        // A panic ends this one alone.
+        let looking = AssertUnwindSafe(looking).catch_unwind().map(|found| {
+            let what = "its check failed by a defect of this program";
+            found.unwrap_or_else(|_| vec![Finding::faulty(place, what, "see the agent's log")])
+        });
         let looking = looking.boxed().shared();
         begun.insert(inspection.place, looking.clone());
         looking
@@ -132,6 +139,12 @@ mod tests {
         let joined = inspections.begin(second());
         go_on.send(()).unwrap();
         assert_eq!(joined.await, [Finding::usable("bad", "of the first")]);
+        let found = inspections.run(vec![second()]).await;
+        assert_eq!(found, [Finding::usable("bad", "of the second")]);
+
+        let panics = Inspection::new("bad", || panic!("a defect"));
+        let found = inspections.run(vec![panics]).await;
+        assert!(found[0].state.is_err(), "{found:?}");
         let found = inspections.run(vec![second()]).await;
         assert_eq!(found, [Finding::usable("bad", "of the second")]);
     }

@@ -66,7 +66,7 @@ fn remedy(error: &PoolError) -> &'static str {
             step: TRIAL,
             source,
             ..
-        } if source.raw_os_error().is_none() => "mount it with locks; of NFS, without nolock",
+        } if source.raw_os_error().is_none() => "mount it with locks",
         PoolError::Io { source, .. } => match source.raw_os_error().map(Errno::from_raw_os_error) {
             Some(Errno::ROFS) => "mount it writable",
             Some(Errno::ACCESS | Errno::PERM) => {

@@ -13,7 +13,8 @@ use std::{
 
 use testkit::{
     Content, Mode, NfsServer, Node, NodeSetup, Rng, SHARE, Sandbox, Volume, can_use_nfs,
-    crash_lifecycle_at_each_step, eventually, kill_during_each_call, refused, run, story,
+    crash_lifecycle_at_each_step, eventually, kill_during_each_call, leave_unwritten, refused, run,
+    story,
 };
 use tonic::Code;
 
@@ -341,18 +342,6 @@ fn io_goes_on_after_a_server_was_killed_under_it() {
         node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
-}
-
-/// Leaves data in the page cache that no open file writes back: of a mapping.
-fn leave_unwritten(file: &Path) {
-    let script = "import mmap, sys\n\
-        file = open(sys.argv[1], 'w+b')\n\
-        file.truncate(4096)\n\
-        mapped = mmap.mmap(file.fileno(), 4096)\n\
-        file.close()\n\
-        mapped[:4] = b'late'\n\
-        mapped.close()";
-    run(&["python3", "-c", script, file.to_str().expect("UTF-8")]);
 }
 
 #[test]

@@ -77,6 +77,18 @@ pub fn hex(bytes: &[u8]) -> String {
     })
 }
 
+/// Leaves data in the page cache that no open file writes back: of a mapping.
+pub fn leave_unwritten(file: &Path) {
+    let script = "import mmap, sys\n\
+        file = open(sys.argv[1], 'w+b')\n\
+        file.truncate(4096)\n\
+        mapped = mmap.mmap(file.fileno(), 4096)\n\
+        file.close()\n\
+        mapped[:4] = b'late'\n\
+        mapped.close()";
+    run(&["python3", "-c", script, file.to_str().expect("UTF-8")]);
+}
+
 /// Bytes that a story writes, and checks later.
 pub struct Content {
     bytes: Vec<u8>,

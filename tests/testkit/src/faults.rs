@@ -395,7 +395,10 @@ pub struct DeadNfsServer {
 impl DeadNfsServer {
     pub async fn new(sandbox: &Sandbox) -> Self {
         let server = NfsServer::start(sandbox, "dead-server").await;
-        let volumes = names("affected").map(|name| server.volume(&name, &name));
+        // Each with a superblock of its own: else the unmount of the last one alone waits.
+        let options = format!("port={},nosharecache", server.port());
+        let volumes = names("affected")
+            .map(|name| server.volume(&name, &name).with("mountOptions", &options));
         Self {
             volumes: volumes.collect(),
             server,

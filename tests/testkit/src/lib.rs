@@ -54,7 +54,8 @@ pub use controller::{
     Controller, ControllerSetup, claim, from_snapshot, from_volume, on_node, provisioned, range,
 };
 pub use disk::{
-    Content, all_loops, can_resize_ext4, hex, loops_over, run, run_err, sha256, unmap_by_rbd,
+    Content, all_loops, can_resize_ext4, hex, leave_unwritten, loops_over, run, run_err, sha256,
+    unmap_by_rbd,
 };
 pub use faults::{
     DeadNfsServer, DeadOsd, DeadServer, Fault, HungDirectories, HungFiles, HungPool, Phase,
