@@ -88,10 +88,12 @@ fn unit(suffix: &str) -> Option<u128> {
 /// For tables: three digits and the largest unit that leaves one before the
 /// point, as `1.5Gi`; exact sizes are in the JSON.
 pub fn human(bytes: i64) -> String {
+    u64::try_from(bytes).map_or_else(|_| bytes.to_string(), human_bytes)
+}
+
+/// [`human`], of a size that cannot be negative.
+pub fn human_bytes(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
-    let Ok(bytes) = u64::try_from(bytes) else {
-        return bytes.to_string();
-    };
     // The exponent of 1024.
     let power = (bytes | 1).ilog2() / 10;
     let Some(unit) = power.checked_sub(1).map(|at| UNITS[at as usize]) else {

@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::{context::Context, error::CliError};
 use crate::{
     proto::admin::{CopyUnderWay, ListCopiesRequest},
-    size::human,
+    size::human_bytes,
 };
 
 /// A volume that is being copied, as printed.
@@ -50,8 +50,7 @@ pub fn progress(copy: &CopyUnderWay) -> String {
     if copy.waits {
         return "waits for other copies".to_owned();
     }
-    let [copied, size] = [copy.copied_bytes, copy.size_bytes]
-        .map(|bytes| human(i64::try_from(bytes).unwrap_or(i64::MAX)));
+    let [copied, size] = [copy.copied_bytes, copy.size_bytes].map(human_bytes);
     format!("{copied} of {size} copied")
 }
 

@@ -8,7 +8,7 @@ use rustix::{
 };
 
 use super::{Pool, PoolError, Room, draft};
-use crate::{error_chain, finding::Finding, size::human};
+use crate::{error_chain, finding::Finding, size::human_bytes};
 
 /// The step of [`draft::try_out`].
 const TRIAL: &str = "write, lock and link a file in";
@@ -45,12 +45,11 @@ impl Pool {
 }
 
 fn describe(room: Room) -> String {
-    let human = |bytes: u64| human(i64::try_from(bytes).unwrap_or(i64::MAX));
     format!(
         "{} of {} free, {} of it promised to images",
-        human(room.free),
-        human(room.size),
-        human(room.promised)
+        human_bytes(room.free),
+        human_bytes(room.size),
+        human_bytes(room.promised)
     )
 }
 

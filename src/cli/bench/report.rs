@@ -10,7 +10,7 @@ use crate::{
         answer::{Answer, fields, table},
         error::CliError,
     },
-    size::human,
+    size::human_bytes,
 };
 
 /// Of the JSON form. Additions do not change it.
@@ -106,7 +106,7 @@ impl Report {
             return vec![("driver's process", why)];
         };
         let (before, after) = (&process.before, &process.after);
-        let kib = |kib: u64| human(i64::try_from(kib * 1024).unwrap_or(i64::MAX));
+        let kib = |kib: u64| human_bytes(kib * 1024);
         let cpu = format!(
             "{:.2} s, its children {:.2} s{}",
             process.cpu_seconds,

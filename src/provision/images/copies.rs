@@ -21,7 +21,7 @@ use super::super::ProvisionError;
 use crate::{
     admission::{Bounds, Gate, Permit},
     lane::{self, WaitGuard},
-    size::human,
+    size::human_bytes,
 };
 
 /// The copies of a controller. Clones share them.
@@ -173,8 +173,8 @@ impl RunningCopy {
     /// Reports the progress to a call that waits; on the lane of the copy.
     pub fn report(&self) {
         let state = &self.entry.state;
-        let size = |bytes: u64| human(i64::try_from(bytes).unwrap_or(i64::MAX));
-        let (copied, bytes) = (size(state.copied.load(Relaxed)), size(state.bytes));
+        let copied = human_bytes(state.copied.load(Relaxed));
+        let bytes = human_bytes(state.bytes);
         lane::now_waiting_for(format!("the copy of its data, {copied} of {bytes} so far"));
     }
 }

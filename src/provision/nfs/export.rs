@@ -24,7 +24,7 @@ use super::{
     below::{self, absent_is_none, split, walk},
     quota, removal,
 };
-use crate::{Done, crash_point, finding::Finding, nfs::Directory, size::human};
+use crate::{Done, crash_point, finding::Finding, nfs::Directory, size::human_bytes};
 
 /// `--nfs-export`: `SERVER:/SHARE=DIR[,mounted]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,10 +81,7 @@ impl NfsExport {
             accessat(&root, ".", Access::WRITE_OK, AtFlags::EACCESS)?;
             Ok(fstatvfs(root)?)
         });
-        let human = |blocks: u64, fs: &StatVfs| {
-            let bytes = blocks.saturating_mul(fs.f_frsize);
-            human(i64::try_from(bytes).unwrap_or(i64::MAX))
-        };
+        let human = |blocks: u64, fs: &StatVfs| human_bytes(blocks.saturating_mul(fs.f_frsize));
         match tried {
             Ok(fs) => Finding::usable(
                 subject,
