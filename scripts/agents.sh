@@ -17,7 +17,7 @@ backend=${BACKEND:-loop}
 # Short, because a unix socket's path has at most 107 bytes.
 work=$(mktemp -d "${TMPDIR:-/tmp}/uring-csi.XXXXXX")
 pids=()
-# The directories of the pools, on file systems of their own.
+# The directories of the pools and of the NFS export, on file systems of their own.
 pools=()
 # Further flags of the node agent, of the uringctl commands that create a volume, and of
 # those that mount one.
@@ -84,16 +84,20 @@ tidy() {
 trap tidy EXIT
 trap 'exit 130' INT TERM
 
-# A pool on its own XFS, which copies by reference, so that a snapshot can be taken of a
-# volume in use.
-make_pool() {
+# An XFS of its own, which copies by reference, so that a snapshot can be taken of a volume
+# in use.
+make_xfs() {
   local dir=$work/$1
-  echo "making a pool, on an XFS of its own below $work"
   mkdir "$dir"
   truncate -s 8G "$dir.img"
   mkfs.xfs -q -m reflink=1 "$dir.img"
   mount -o loop "$dir.img" "$dir"
   pools+=("$dir")
+}
+
+make_pool() {
+  echo "making a pool, on an XFS of its own below $work"
+  make_xfs "$1"
 }
 
 # serve_BACKEND prepares the source of volumes, and the flags for both agents and
@@ -140,7 +144,9 @@ JSON
 serve_nfs() {
   local port=$nfs_port
   echo "starting an NFS server"
-  mkdir -p "$work"/{export,recovery}
+  mkdir "$work/recovery"
+  # Since version 6, nfs-ganesha exports no tmpfs.
+  make_xfs export
   cat >"$work/ganesha.conf" <<CONF
 NFS_CORE_PARAM { NFS_Port = $port; Protocols = 4; Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false; }
 NFSV4 { Graceless = true; RecoveryBackend = fs; RecoveryRoot = $work/recovery; }

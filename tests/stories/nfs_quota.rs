@@ -480,10 +480,10 @@ fn a_server_enforces_the_size() {
     story(async |sandbox| {
         for fs_type in ["xfs", "ext4"] {
             let server = format!("server-{fs_type}");
-            let Some(dir) = sandbox.quota_share(&format!("{server}/export"), fs_type) else {
+            let Some(dir) = sandbox.quota_share(&format!("{server}-export"), fs_type) else {
                 continue;
             };
-            let server = NfsServer::start(sandbox, &server).await;
+            let server = NfsServer::start_over(sandbox, &server, dir.clone()).await;
             let controller = over(sandbox, &dir).await;
             let node = Node::start(sandbox).await;
             let made = controller.create(sized("pvc-1", 16 * MIB, &[])).await;

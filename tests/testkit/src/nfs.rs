@@ -33,15 +33,16 @@ pub struct NfsServer {
     dir: PathBuf,
     export: PathBuf,
     port: u16,
+    version: u8,
     process: Option<Child>,
     _rpcbind: Option<Rpcbind>,
 }
 
 impl NfsServer {
-    /// A server whose share is the directory of that name in the sandbox.
+    /// A server of that name whose share is an xfs of its own: nfs-ganesha exports no tmpfs
+    /// since its version 6.
     pub async fn start(sandbox: &Sandbox, name: &str) -> Self {
-        let export = sandbox.dir().join(name).join("export");
-        fs::create_dir_all(&export).expect("a directory");
+        let export = sandbox.reflink_pool(&format!("{name}-export"));
         Self::start_over(sandbox, name, export).await
     }
 
@@ -53,8 +54,7 @@ impl NfsServer {
     /// A server of NFS 3 alone. One story at a time: of two servers, this machine's rpcbind
     /// would name one.
     pub async fn start_version_3(sandbox: &Sandbox, name: &str) -> Self {
-        let export = sandbox.dir().join(name).join("export");
-        fs::create_dir_all(&export).expect("a directory");
+        let export = sandbox.reflink_pool(&format!("{name}-export"));
         let rpcbind = Rpcbind::start().await;
         Self::start_with(sandbox, name, export, 3, rpcbind).await
     }
@@ -84,6 +84,7 @@ impl NfsServer {
             dir,
             export,
             port,
+            version,
             process: None,
             _rpcbind: rpcbind,
         };
@@ -99,6 +100,14 @@ impl NfsServer {
             TcpStream::connect(("127.0.0.1", port)).map(drop).ok()
         })
         .await;
+        if self.version == 3 {
+            // Its mount service registers after that. The NULL procedure of program 100005
+            // is not answered by an earlier life's registration, which names a dead port.
+            eventually("the mount service answers", async || {
+                run_err(&["rpcinfo", "-T", "tcp", "127.0.0.1", "100005", "3"]).ok()
+            })
+            .await;
+        }
     }
 
     fn spawn(&mut self) {
