@@ -331,6 +331,19 @@ mod tests {
         assert!(text.contains("seen") && !text.contains("low"), "{text}");
     }
 
+    /// The HTTP library has spans for each frame of each connection: to make them takes
+    /// longer than many a call.
+    #[test]
+    fn spans_below_the_level_are_not_made() {
+        written(LogFormat::Text, "info", || {
+            let span = tracing::trace_span!(target: "h2", "poll");
+            assert!(span.is_disabled() && !call_span("Probe", "", None).is_disabled());
+        });
+        written(LogFormat::Text, "h2=trace", || {
+            assert!(!tracing::trace_span!(target: "h2", "poll").is_disabled());
+        });
+    }
+
     #[test]
     fn a_bad_level_is_named() {
         for bad in [

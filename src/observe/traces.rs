@@ -100,7 +100,11 @@ mod no_export {
     use std::convert::Infallible;
 
     use tracing::Span;
-    use tracing_subscriber::layer::Identity;
+    use tracing_subscriber::{
+        Layer as _, Registry,
+        filter::{Filtered, LevelFilter},
+        layer::Identity,
+    };
 
     use super::{TraceOptions, TraceParent};
 
@@ -112,8 +116,9 @@ mod no_export {
         Ok(Identity::new())
     }
 
-    pub fn layer(_: &SpanExport) -> Identity {
-        Identity::new()
+    /// Without a filter it would take every span that a library has at any level.
+    pub fn layer(_: &SpanExport) -> Filtered<Identity, LevelFilter, Registry> {
+        Identity::new().with_filter(LevelFilter::OFF)
     }
 
     pub fn begin(_: &Span, _: Option<TraceParent>) -> Option<u128> {

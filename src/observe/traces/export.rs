@@ -74,14 +74,19 @@ pub fn start(service: &'static str, options: &TraceOptions) -> Result<SpanExport
 
 /// What makes spans of tracing's; lines become their events, except those of debug and trace,
 /// and of libraries, the export's own among them.
-pub fn layer(export: &SpanExport) -> Option<impl Layer<Registry> + Send + Sync + use<>> {
-    let tracer = export.0.as_ref()?.tracer("uring-csi");
-    let layer = tracing_opentelemetry::layer()
-        .with_tracer(tracer)
-        .with_location(false)
-        .with_threads(false)
-        .with_tracked_inactivity(false);
-    Some(layer.with_filter(Targets::new().with_target("uring_csi", tracing::Level::INFO)))
+pub fn layer(export: &SpanExport) -> impl Layer<Registry> + Send + Sync + use<> {
+    let layer = export.0.as_ref().map(|provider| {
+        tracing_opentelemetry::layer()
+            .with_tracer(provider.tracer("uring-csi"))
+            .with_location(false)
+            .with_threads(false)
+            .with_tracked_inactivity(false)
+    });
+    let exported = match layer {
+        Some(_) => Targets::new().with_target("uring_csi", tracing::Level::INFO),
+        None => Targets::new(),
+    };
+    layer.with_filter(exported)
 }
 
 impl Drop for SpanExport {
