@@ -33,6 +33,10 @@ pub trait Backend {
     /// Another with the content of one that is there.
     fn copy(&self, from: &str, name: &str);
 
+    /// Removes its bytes, and those of the bare one of that name, where they would fill the
+    /// sandbox's memory.
+    fn discard(&self, _name: &str) {}
+
     /// A new one of [`SIZE`], as programs reach it.
     fn exec(&self, name: &str, fs_type: &str) -> ByExec;
 
@@ -46,6 +50,10 @@ pub struct Images<'a>(pub &'a Sandbox);
 impl Images<'_> {
     fn image(&self, name: &str) -> PathBuf {
         self.0.pool("main").join(format!("{name}.img"))
+    }
+
+    fn bare_image(&self, name: &str) -> PathBuf {
+        self.0.dir().join(format!("{name}-bare-image"))
     }
 }
 
@@ -68,6 +76,12 @@ impl Backend for Images<'_> {
         copy_file(&self.image(from), &self.image(name));
     }
 
+    fn discard(&self, name: &str) {
+        for file in [self.image(name), self.bare_image(name)] {
+            fs::remove_file(file).expect("removed");
+        }
+    }
+
     fn exec(&self, name: &str, fs_type: &str) -> ByExec {
         self.blank(name, SIZE);
         let attach = format!("losetup -f --show {}", self.image(name).display());
@@ -75,8 +89,7 @@ impl Backend for Images<'_> {
     }
 
     fn bare(&self, name: &str, bytes: u64) -> BareVolume {
-        let image = self.0.dir().join(format!("{name}-bare-image"));
-        let device = BareImageFile::new(image, bytes);
+        let device = BareImageFile::new(self.bare_image(name), bytes);
         BareVolume::new(self.0.dir(), name, device)
     }
 }
@@ -88,6 +101,10 @@ pub struct Exports<'a> {
 }
 
 impl Exports<'_> {
+    fn file(&self, name: &str) -> PathBuf {
+        self.sandbox.dir().join("exports").join(name)
+    }
+
     /// Where a volume's bytes are.
     pub fn export(&self, name: &str) -> Export {
         let server = self.server.uri().parse().expect("an address");
@@ -122,12 +139,17 @@ impl Backend for Exports<'_> {
     }
 
     fn copy(&self, from: &str, name: &str) {
-        let exports = self.sandbox.dir().join("exports");
-        copy_file(&exports.join(from), &exports.join(name));
+        copy_file(&self.file(from), &self.file(name));
+    }
+
+    fn discard(&self, name: &str) {
+        for name in [name, &bare(name)] {
+            fs::remove_file(self.file(name)).expect("removed");
+        }
     }
 
     fn bare(&self, name: &str, bytes: u64) -> BareVolume {
-        let name = format!("{name}-bare");
+        let name = bare(name);
         self.blank(&name, bytes);
         BareVolume::new(self.sandbox.dir(), &name, self.bare_export(&name))
     }
@@ -142,6 +164,11 @@ impl Backend for Exports<'_> {
         let dir = self.sandbox.dir();
         ByExec::new(dir, name, fs_type, &attach, ["nbd-client", "-d"])
     }
+}
+
+/// The export that bare system calls reach, of a volume of that name.
+fn bare(name: &str) -> String {
+    format!("{name}-bare")
 }
 
 fn copy_file(from: &Path, to: &Path) {

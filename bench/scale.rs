@@ -103,6 +103,9 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
     })
     .await;
     let bare = stage_bare(over, number);
+    for volume in &volumes {
+        over.discard(&volume.handle);
+    }
     let to_bare = all.as_secs_f64() / bare.as_secs_f64();
     let tenth = volumes.len().div_ceil(10);
     let (first, last) = (&stage[..tenth], &stage[stage.len() - tenth..]);
