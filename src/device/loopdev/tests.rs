@@ -2,6 +2,7 @@ use std::{
     collections::BTreeSet,
     fs::File,
     io::{Read, Seek, Write},
+    process::Command,
     thread,
 };
 
@@ -75,6 +76,34 @@ fn a_loop_device_is_found_resized_and_detached() {
     let_go(&device, id);
     assert_eq!(scratch.found(), []);
     assert_eq!(detach(&device, id).unwrap(), Detached::Already);
+}
+
+/// The first partition of an MBR, of type Linux, over all but the first MiB.
+fn partition_table() -> [u8; 512] {
+    let mut table = [0; 512];
+    let entry: [u8; 16] = [0, 0, 0, 0, 0x83, 0, 0, 0, 0, 8, 0, 0, 0, 8, 0, 0];
+    table[446..462].copy_from_slice(&entry);
+    table[510..].copy_from_slice(&[0x55, 0xaa]);
+    table
+}
+
+#[test]
+fn no_partitions_of_an_image_are_scanned() {
+    let mut image = Scratch::image(2 * MIB);
+    image.write_all(&partition_table()).unwrap();
+    let scratch = Scratch::over(image);
+    let number = scratch.device.number;
+    let sysfs = PathBuf::from(format!("/sys/block/loop{number}"));
+    let scans = std::fs::read_to_string(sysfs.join("loop/partscan")).unwrap();
+    assert_eq!(scans.trim(), "0");
+    // The ioctl that udev and partition tools use.
+    let rescan = Command::new("blockdev")
+        .arg("--rereadpt")
+        .arg(&scratch.device.node)
+        .output()
+        .unwrap();
+    assert!(!rescan.status.success(), "{rescan:?}");
+    assert!(!sysfs.join(format!("loop{number}p1")).exists());
 }
 
 #[test]
