@@ -264,10 +264,10 @@ impl Provisioner for ImageStore {
     }
 }
 
-/// Refuses parameters where there are none.
-/// Refuses all parameters, since there are only those that are `known`.
+/// Refuses all parameters, since there are only those that are `known`, and the sidecars' own.
 pub fn refuse_any(parameters: &HashMap<String, String>, known: &str) -> Result<(), ProvisionError> {
-    match parameters.keys().min() {
+    let own = |name: &&String| !name.starts_with("csi.storage.k8s.io/");
+    match parameters.keys().filter(own).min() {
         None => Ok(()),
         Some(name) => Err(ProvisionError::UnknownParameter {
             name: name.clone(),

@@ -244,6 +244,39 @@ async fn a_name_with_other_parameters_is_refused() {
 }
 
 #[tokio::test]
+async fn a_snapshot_class_has_no_parameters_but_the_sidecars_own() {
+    let home = home();
+    let volume = home.images.create_volume(new("v", MIB)).await.unwrap();
+    let own = "csi.storage.k8s.io/volumesnapshot/name";
+    for name in ["pool", "snapshotNamePrefix", "kubernetes.io"] {
+        let parameters = HashMap::from([own, name].map(|key| (key.to_owned(), "x".to_owned())));
+        let snapshot = NewSnapshot {
+            parameters: parameters.clone(),
+            ..snapshot_of("s".to_owned(), volume.handle.clone())
+        };
+        let group = NewGroupSnapshot {
+            name: "g".to_owned(),
+            volumes: vec![volume.handle.clone()],
+            parameters,
+            secrets: none(),
+        };
+        for refused in [
+            home.images.create_snapshot(snapshot).await.map(drop),
+            home.images.create_group_snapshot(group).await.map(drop),
+        ] {
+            let ProvisionError::UnknownParameter { name: unknown, .. } = refused.unwrap_err()
+            else {
+                panic!("another error");
+            };
+            assert_eq!(unknown, name);
+        }
+    }
+    let mut snapshot = snapshot_of("s".to_owned(), volume.handle);
+    let _ = snapshot.parameters.insert(own.to_owned(), "s".to_owned());
+    home.images.create_snapshot(snapshot).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_deleted_volume_leaves_nothing() {
     let home = home();
     let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();

@@ -290,6 +290,32 @@ mod tests {
     }
 
     #[test]
+    fn a_snapshot_class_names_a_share_or_is_refused() {
+        let volume = Directory::new("srv", "/export", "v").expect("a directory");
+        let of = |pairs: &[(&str, &str)]| {
+            let share = snapshot_share(&parameters(pairs), &volume);
+            share.map(|share| share.to_string())
+        };
+        let unused = [
+            ("csi.storage.k8s.io/volumesnapshot/name", "daily"),
+            ("mountOptions", "nfsvers=4.1"),
+        ];
+        assert_eq!(of(&unused).expect("the volume's"), "srv:/export");
+        let other = of(&[("Server", "other"), ("share", "/snapshots")]);
+        assert_eq!(other.expect("another"), "other:/snapshots");
+        for (key, value) in [
+            ("subDir", "x"),
+            ("pool", "main"),
+            ("kubernetes.io", "x"),
+            ("share", "/x/../y"),
+            ("server", ""),
+        ] {
+            let refused = of(&[(key, value)]).expect_err("refused").to_string();
+            assert!(refused.contains(key), "{refused}");
+        }
+    }
+
+    #[test]
     fn bad_parameters_are_refused_by_name() {
         for (key, value) in [
             ("subDir", "/"),
