@@ -79,16 +79,20 @@ fn a_full_queue_refuses_with_the_reason() {
     assert_eq!(gate.ask("third").unwrap_err().waiting, 4);
 }
 
-/// A stage passes the look first, whether its source has a device to attach or not.
-#[test]
-fn a_stage_is_refused_before_it_begins() {
+fn gates(flags: &[&str]) -> Gates {
     #[derive(clap::Parser)]
     struct Flags {
         #[command(flatten)]
         limits: Limits,
     }
-    let flags = ["node", "--max-attaches=1", "--max-waiting=1"];
-    let gates = Gates::new(&Flags::try_parse_from(flags).unwrap().limits);
+    let flags = Flags::try_parse_from([&["node"], flags].concat()).unwrap();
+    Gates::new(&flags.limits)
+}
+
+/// A stage passes the look first, whether its source has a device to attach or not.
+#[test]
+fn a_stage_is_refused_before_it_begins() {
+    let gates = gates(&["--max-attaches=1", "--max-waiting=1"]);
     let _first = admitted(gates.look.ask("server"));
     let _second = waits(gates.look.ask("server"));
     let refused = gates.look.ask("another").unwrap_err();
@@ -98,6 +102,22 @@ fn a_stage_is_refused_before_it_begins() {
     let _: Vec<_> = (0..64)
         .map(|_| gates.mount.ask("server").unwrap())
         .collect();
+}
+
+#[test]
+fn one_volume_of_each_server_is_reconnected_at_once() {
+    let Gates { reconnect, .. } = gates(&["--max-reconnects=2"]);
+    let first = admitted(reconnect.ask("server"));
+    let mut second = waits(reconnect.ask("server"));
+    let another = admitted(reconnect.ask("another"));
+    // The limit of all servers.
+    let mut third = waits(reconnect.ask("third"));
+    drop(another);
+    drop(third.try_recv().unwrap());
+    assert!(second.try_recv().is_err(), "its server has a permit");
+    drop(first);
+    drop(second.try_recv().unwrap());
+    assert_eq!(reconnect.load(), Load::default());
 }
 
 #[test]

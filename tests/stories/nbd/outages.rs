@@ -1,6 +1,6 @@
 //! NBD servers that stop, for a while or for good.
 
-use std::{cell::Cell, fs, time::Duration};
+use std::{cell::Cell, fs, os::unix::net::UnixListener, time::Duration};
 
 use testkit::{Content, NbdServer, Node, NodeSetup, eventually, nbds_over, run};
 
@@ -65,6 +65,36 @@ fn the_metrics_count_volumes_without_a_server() {
         scrape.becomes(away, |count| count < 1.0).await;
         assert_eq!(scrape.value(lost), Some(1.0));
         node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+/// A server that accepts connections and says nothing holds an attempt for seconds.
+#[test]
+fn of_a_silent_servers_volumes_one_is_reconnected_at_once() {
+    nbd_story(async |sandbox| {
+        let scrape = Scrape::new();
+        let setup = NodeSetup::new(sandbox).arg(&scrape.arg());
+        let node = Node::start_with(sandbox, setup).await;
+        let mut server = NbdServer::start(sandbox).await;
+        let volumes = ["one", "two"].map(|name| blank(sandbox, &server, name, "block"));
+        for volume in &volumes {
+            node.up(volume, "pod").await;
+        }
+        server.kill9();
+        let silent = UnixListener::bind(&volumes[0].context["socket"]).expect("a socket");
+        let waiting = "uring_csi_admission_waiting{step=\"reconnect\"}";
+        scrape.becomes(waiting, |count| count > 0.0).await;
+        drop(silent);
+        server.kill9();
+        server.restart().await;
+        for volume in &volumes {
+            eventually("the volume is healthy", async || {
+                health(&node, volume).await.is_empty().then_some(())
+            })
+            .await;
+            node.down(volume, "pod").await;
+        }
         node.assert_clean().await;
     });
 }
