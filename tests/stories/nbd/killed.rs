@@ -134,9 +134,9 @@ fn the_agent_is_killed_during_each_call() {
 /// A server that sends an export's size in the handshake alone. An agent does not replace
 /// connections of an earlier one, and grows nothing over those: the server's clients
 /// connect anew once it is restarted.
-struct Growing(Mutex<NbdServer>);
+struct Growing<'a>(&'a Mutex<NbdServer>);
 
-impl GrowSource for Growing {
+impl GrowSource for Growing<'_> {
     fn grow(&self, volume: &Volume) -> u64 {
         let bytes = 2 * bytes_for(volume.fs_type());
         let image = self.0.try_lock().unwrap().image_of(volume);
@@ -158,17 +158,20 @@ fn the_agent_is_killed_at_each_of_its_steps() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
-        let volume = blank(sandbox, &server, "v", "ext4");
-        let image = server.image_of(&volume);
-        let fresh = || {
-            // There is not room for all of them.
-            fs::remove_file(&image).unwrap();
-            NbdServer::image(sandbox, &volume.handle, bytes_for("ext4"));
-            volume.clone()
-        };
         let attached = |volume: &Volume| nbds_over(&format!(" {}", volume.handle)).len();
-        let growing = Growing(Mutex::new(server));
-        crash_lifecycle_at_each_step(&node, 4, fresh, attached, growing).await;
+        let volumes = ["ext4", "block"].map(|kind| blank(sandbox, &server, kind, kind));
+        let images = volumes.each_ref().map(|volume| server.image_of(volume));
+        let server = Mutex::new(server);
+        for (volume, image) in volumes.iter().zip(&images) {
+            let fresh = || {
+                // There is not room for all of them.
+                fs::remove_file(image).unwrap();
+                NbdServer::image(sandbox, &volume.handle, bytes_for(volume.fs_type()));
+                volume.clone()
+            };
+            let growing = Growing(&server);
+            crash_lifecycle_at_each_step(&node, 8, fresh, attached, growing).await;
+        }
         node.assert_clean().await;
     });
 }
