@@ -109,8 +109,10 @@ fn the_agent_is_killed_at_some_steps_of_a_blank_image() {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
         let devices = |volume: &Volume| devices_over(volume).len();
-        let volume = || served(ceph.volume("ext4"));
-        crash_lifecycle_at_each_step(&node, 18, volume, devices, ceph.doubling()).await;
+        for kind in ["ext4", "block"] {
+            let volume = || served(ceph.volume(kind));
+            crash_lifecycle_at_each_step(&node, 36, volume, devices, ceph.doubling()).await;
+        }
         node.assert_clean().await;
     });
 }
