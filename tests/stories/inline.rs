@@ -1,11 +1,11 @@
 //! Inline ephemeral volumes: created by their pod's publish, deleted by its unpublish.
 
-use std::{fs, time::Duration};
+use std::{collections::HashMap, fs, io::ErrorKind, time::Duration};
 
 use sha2::{Digest as _, Sha256};
 use testkit::{
     Content, Fault as _, HungPool, MIB, Node, NodeSetup, Phase, Sandbox, StuckFile, Volume,
-    crash_at_each_step, hex, refused, run, story,
+    crash_at_each_step, files_below, hex, refused, run, story,
 };
 use tonic::Code::{
     DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable,
@@ -44,7 +44,7 @@ pub fn publish(node: &Node, volume: &Volume) -> NodePublishVolumeRequest {
 /// The files in a pool.
 fn images(sandbox: &Sandbox) -> Vec<String> {
     let pool = sandbox.pool("main");
-    testkit::files_below(&pool)
+    files_below(&pool)
         .iter()
         .filter(|file| fs::metadata(file).is_ok_and(|found| found.len() >= MIB))
         .map(|file| file.display().to_string())
@@ -78,6 +78,32 @@ fn an_inline_volume_lives_as_long_as_its_pod() {
         assert!(!target.exists());
         assert_eq!(images(sandbox), [""; 0]);
         refused(node.stats(&volume, &target).await, NotFound, &[]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_read_only_inline_volume_is_not_written_and_its_secrets_are_not_kept() {
+    story(async |sandbox| {
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
+        let volume = inline("a");
+        let secret = "hunter2";
+        let request = NodePublishVolumeRequest {
+            readonly: true,
+            secrets: HashMap::from([("userKey".to_owned(), secret.to_owned())]),
+            ..publish(&node, &volume)
+        };
+        node.send_publish(request).await.unwrap();
+        let written = fs::write(node.target(&volume, "pod").join("file"), "x").unwrap_err();
+        assert_eq!(written.kind(), ErrorKind::ReadOnlyFilesystem);
+        let records = [&node.run_dir, &node.state_dir].map(|dir| files_below(dir));
+        for file in records.iter().flatten() {
+            let text = fs::read(file).unwrap();
+            let text = String::from_utf8_lossy(&text);
+            assert!(!text.contains(secret), "{}: {text}", file.display());
+        }
+        assert!(!node.log().contains(secret));
+        node.unpublish(&volume, "pod").await.unwrap();
         node.assert_clean().await;
     });
 }
