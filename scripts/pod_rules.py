@@ -50,7 +50,7 @@ SIDECARS = {
     "csi-attacher": f"""{ELECTING} --worker-threads --default-fstype --reconcile-sync --resync
         --max-entries""",
     "csi-resizer": f"""{ELECTING} --workers --handle-volume-inuse-error
-        --extra-modify-metadata --resync-period""",
+        --extra-modify-metadata --resync-period --resize-timeout --modify-timeout""",
     "csi-snapshotter": f"""{ELECTING} --worker-threads --extra-create-metadata
         --node-deployment --resync-period""",
     "csi-node-driver-registrar": """--csi-address --timeout --kubelet-registration-path
