@@ -97,6 +97,7 @@ lint: build ## Formatting, clippy in every feature set, manifests, dependencies
 	@$(check_monitoring)
 	scripts/check_promises.sh
 	scripts/check_modules.py
+	scripts/performance.py --check
 	@if cargo deny --version >/dev/null 2>&1; then cargo deny check bans licenses sources; \
 	else echo "dependencies: not checked, cargo-deny is not installed"; fi
 

@@ -4,7 +4,8 @@
 The arguments are files with the output of one backend's bench each, named as the backend.
 The rows of these backends replace theirs in the tables between the comments `<!-- cases -->`,
 `<!-- volumes BACKEND -->` and the next blank line after a table; of the table of aims, each
-row whose aim is a case that was measured gets its number.
+row whose aim is a case that was measured gets its number. README.md's ratios are made of the
+table of cases; `--check` fails where they are not its.
 """
 
 import datetime
@@ -14,7 +15,19 @@ import sys
 from pathlib import Path
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "PERFORMANCE.md"
+README = DOCUMENT.parent / "README.md"
 MANY = "a node with so many volumes"
+# README.md's cases: backend, name, and what the reader is told of it.
+SHOWN = [
+    (
+        "loop",
+        "life of a 1 GiB ext4, formatted",
+        "stage, publish, unpublish and unstage a formatted ext4 on a loop device",
+    ),
+    ("loop", "32 lives at once, formatted", "the same, 32 volumes at once"),
+    ("ceph", "Ceph: CreateVolume, 1 at once", "CreateVolume in Ceph"),
+]
+SECONDS = {"s": 1, "ms": 1e-3, "µs": 1e-6}
 
 
 def cells(line):
@@ -79,7 +92,7 @@ def replaced(text, comment, make):
     """The text with what is after `comment` up to `<!-- end -->` made anew of its lines."""
     before, found, rest = text.partition(f"<!-- {comment} -->\n")
     if not found:
-        sys.exit(f"{DOCUMENT.name} lacks <!-- {comment} -->")
+        sys.exit(f"there is no <!-- {comment} -->")
     old, end, after = rest.partition("<!-- end -->")
     new = "\n".join(make(old.strip().splitlines()))
     return f"{before}{found}\n{new}\n\n{end}{after}"
@@ -111,14 +124,39 @@ def with_aims(text, measured):
     return before + found + "\n".join(lines) + "\n" + end + after
 
 
+def seconds(median):
+    number, unit = re.fullmatch(r"([\d.]+)(\D+)", median).groups()
+    return float(number) * SECONDS[unit]
+
+
+def ratios(text):
+    """README.md's table: how many times longer the programs take than the agent."""
+    medians = {tuple(line[:3]): line[3] for line in map(cells, text.splitlines()) if len(line) == 6}
+    rows = []
+    for backend, case, what in SHOWN:
+        programs, agent = (seconds(medians[backend, case, way]) for way in ("exec", "socket"))
+        rows.append(row([what, f"{programs / agent:.1f}"]))
+    return rows
+
+
+def with_ratios(text):
+    """README.md with the ratios of PERFORMANCE.md's text."""
+    return replaced(README.read_text(), "ratios", lambda old: [*old[:2], *ratios(text)])
+
+
 def main():
     text = DOCUMENT.read_text()
+    if sys.argv[1:] == ["--check"]:
+        if with_ratios(text) != README.read_text():
+            sys.exit("README.md's ratios are not PERFORMANCE.md's: run scripts/performance.py")
+        return
     for run in map(Run, map(Path, sys.argv[1:])):
         text = replaced(text, "cases", with_cases(run))
         if run.volumes:
             text = replaced(text, f"volumes {run.backend}", lambda _, run=run: [run.where(), "", *run.volumes])
         text = with_aims(text, run.measured)
     DOCUMENT.write_text(text)
+    README.write_text(with_ratios(text))
 
 
 main()
