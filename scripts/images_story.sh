@@ -51,13 +51,13 @@ trap '(($? == 0)) || show_logs; podman rm --force --time=10 --all >/dev/null' EX
 mkdir -p "$story"/{run,kubelet,state,csi,holder} /run/udev
 start controller "$(image controller)" "${files_only[@]}" --network=none \
   --volume="$story/csi:/csi" --volume="$story/pool:/srv/uring-csi:rslave" \
+  --env=URING_CSI_CONTROLLER_ENDPOINT=unix:///csi/controller.sock \
   -- --endpoint=unix:///csi/controller.sock --pool=default=/srv/uring-csi,shared --log-format=json
 start_node
 
 echo "a volume's life in containers of the images"
 volume_is_used podman exec node
-podman exec controller uringctl --controller-endpoint unix:///csi/controller.sock list |
-  grep -q story
+podman exec controller uringctl list | grep -q story
 # The pod's view: another mount namespace than the agent's.
 [[ $(findmnt --noheadings --output FSTYPE "$story/mnt/story") == ext4 ]]
 grep -qx written "$story/mnt/story/file"

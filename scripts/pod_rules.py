@@ -62,6 +62,14 @@ SIDECARS = {
         --leader-election-namespace --leader-election-lease-duration
         --leader-election-renew-deadline --leader-election-retry-period""",
 }
+# Where uringctl looks for the agents: its variable, and its default.
+SOCKETS = {
+    "uring-csi-node": ("URING_CSI_NODE_ENDPOINT", "unix:///run/uring-csi/node.sock"),
+    "uring-csi-controller": (
+        "URING_CSI_CONTROLLER_ENDPOINT",
+        "unix:///run/uring-csi/controller.sock",
+    ),
+}
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
@@ -70,7 +78,7 @@ def flags_of(program):
     --help; None if it is neither, or not built."""
     if program in SIDECARS:
         return set(SIDECARS[program].split())
-    if not program.startswith("uring-csi"):
+    if not program.startswith("uring"):
         return None
     path = BIN_DIR / program
     if not path.exists():
@@ -203,9 +211,25 @@ def check_ports(where, spec, taken):
                 problem(f"{where}/{container['name']}", f"nothing serves its {kind}'s address")
 
 
+def program_of(container):
+    return container["image"].rsplit("/", 1)[-1].split(":")[0].split("@")[0]
+
+
+def check_sockets(where, spec):
+    """uringctl, in the agents' containers, finds each agent of the pod."""
+    agents = {program_of(c): c for c in spec["containers"] if program_of(c) in SOCKETS}
+    for container in agents.values():
+        env = {v["name"]: v.get("value") for v in container.get("env", [])}
+        for program, agent in agents.items():
+            variable, default = SOCKETS[program]
+            if f"--endpoint={env.get(variable, default)}" not in agent["args"]:
+                problem(f"{where}/{container['name']}", f"uringctl does not find {program}")
+
+
 def check_pod(where, template):
     spec = template["spec"]
     check_propagation(where, spec)
+    check_sockets(where, spec)
     if spec.get("nodeSelector", {}).get("kubernetes.io/os") != "linux":
         problem(where, "may be scheduled to nodes without Linux")
     # Root's own files: the host's, and those that it makes for others on a server.
@@ -220,7 +244,7 @@ def check_pod(where, template):
         mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
         for missing in sorted(mounts - volumes):
             problem(name, f"mounts {missing}, which the pod does not define")
-        program = container["image"].rsplit("/", 1)[-1].split(":")[0]
+        program = program_of(container)
         command = container.get("command", [program])
         if "modprobe" in command[-1]:
             program = "modprobe"
@@ -233,7 +257,8 @@ def check_pod(where, template):
                 problem(name, f"{program} has no flag {arg}")
         for variable in container.get("env", []):
             given = variable["name"]
-            if known is not None and given.startswith("URING_CSI_") and given not in known:
+            known_to = (known or set()) | (flags_of("uringctl") or set())
+            if known is not None and given.startswith("URING_CSI_") and given not in known_to:
                 problem(name, f"{program} does not know {given}")
 
 

@@ -34,8 +34,11 @@
     {{- include "uring-csi.nodeName" . | nindent 4 }}
     {{- include "uring-csi.hostIp" . | nindent 4 }}
     {{- include "uring-csi.driverName" . | nindent 4 }}
-  {{- else if or (include "uring-csi.driverName" .) .Values.csiAddons.enabled }}
+    {{- include "uring-csi.sockets" . | nindent 4 }}
+  {{- else }}
   env:
+    - name: URING_CSI_CONTROLLER_ENDPOINT
+      value: unix:///csi/controller.sock
     {{- include "uring-csi.driverName" . | nindent 4 }}
     {{- if .Values.csiAddons.enabled }}
     {{- include "uring-csi.csiAddonsEnv" "/csi/csi-addons.sock" | nindent 4 }}

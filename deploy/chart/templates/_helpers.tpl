@@ -299,6 +299,18 @@ share{{ if . }}-{{ . }}{{ end }}
 {{- end }}
 {{- end }}
 
+{{- /* For uringctl in a node's pod, if the sockets are not at its defaults. */ -}}
+{{- define "uring-csi.sockets" -}}
+{{- if ne .Values.node.runDir "/run/uring-csi" }}
+- name: URING_CSI_NODE_ENDPOINT
+  value: unix://{{ .Values.node.runDir }}/node.sock
+- name: URING_CSI_CONTROLLER_ENDPOINT
+  value: unix://{{ .Values.node.runDir }}/controller.sock
+- name: URING_CSI_HOLDER_ENDPOINT
+  value: unix://{{ .Values.node.runDir }}-holder/holder.sock
+{{- end }}
+{{- end }}
+
 {{- define "uring-csi.liveness" -}}
 path: /healthz
 port: {{ . }}
