@@ -8,7 +8,9 @@
 //!
 //! `mkfsOptions` of a class replaces all of these but the force flag, which the driver
 //! always sets: the caller has verified that the device is blank, or that only a killed
-//! mkfs wrote to it. mkfs runs as root in the agent's mount namespace, and each of these
+//! mkfs wrote to it. The features are the same with every release of the programs, so that
+//! a volume can move to a node with an older kernel or older tools, unless `mkfsOptions`
+//! sets others. mkfs runs as root in the agent's mount namespace, and each of these
 //! programs has options that name another device or read and write files. So
 //! [`parse_options`] splits the text as a shell does, parses it as the program's own getopt
 //! would, and compares it with an allow-list of options, suboptions and forms of values
@@ -59,6 +61,13 @@ pub enum MkfsOptionError {
     },
 }
 
+/// All features of a new ext4. mke2fs 1.47 adds orphan_file, which Linux before 5.15
+/// does not mount, and metadata_csum_seed; and a distribution's mke2fs.conf may have others.
+const EXT4_FEATURES: &str = "none,has_journal,ext_attr,resize_inode,dir_index,filetype,extent,64bit,flex_bg,sparse_super,large_file,huge_file,dir_nlink,extra_isize,metadata_csum";
+/// The options of the features that mkfs.xfs has turned on since 6.1. Linux before 5.19 does
+/// not mount nrext64.
+const XFS_LATER_FEATURES: [(&str, &str); 2] = [("-i", "nrext64"), ("-m", "rmapbt")];
+
 /// The command line that makes a file system. `options` come from [`parse_options`]; if
 /// there are none, the defaults apply. `reads_as_zero`: every block of the device reads
 /// as zeros. `encrypts_files`: its files are to be encrypted, which takes a feature of ext4.
@@ -87,17 +96,46 @@ pub fn command(
         (FsType::Btrfs, _) => ("mkfs.btrfs", &["-K"]),
     };
     let mut args = vec![Grammar::of(fs).force_flag(), "-q".to_owned()];
+    args.extend(features(fs, options));
     if options.is_empty() {
         args.extend(defaults.iter().map(|&option| option.to_owned()));
     } else {
         args.extend_from_slice(options);
     }
     if encrypts_files && fs == FsType::Ext4 {
-        // Beside the features of an earlier -O, mke2fs takes those of a later one.
         args.extend(["-O", "encrypt"].map(str::to_owned));
     }
     args.push(device.display().to_string());
     CommandLine { program, args }
+}
+
+/// The options that set the features, as far as `options` does not.
+fn features(fs: FsType, options: &[String]) -> Vec<String> {
+    match fs {
+        // A later -O adds to these, or takes from them.
+        FsType::Ext4 => ["-O", EXT4_FEATURES].map(str::to_owned).into(),
+        // mkfs.xfs refuses a suboption that is given twice.
+        FsType::Xfs => XFS_LATER_FEATURES
+            .iter()
+            .filter(|(option, part)| !has_part(options, option, part))
+            .flat_map(|(option, part)| [(*option).to_owned(), format!("{part}=0")])
+            .collect(),
+        // Its programs' releases 6.2 to 6.14 have the same defaults.
+        FsType::Btrfs => Vec::new(),
+    }
+}
+
+/// Whether the options, of [`parse_options`], have that suboption.
+fn has_part(options: &[String], option: &str, part: &str) -> bool {
+    let values = options.iter().skip(1);
+    let mut pairs = options
+        .iter()
+        .zip(values)
+        .filter(|(name, _)| *name == option);
+    pairs.any(|(_, value)| {
+        let mut parts = value.split(',');
+        parts.any(|one| one.split('=').next() == Some(part))
+    })
 }
 
 /// Parses `mkfsOptions` into arguments for [`command`]: each option a word of its own,

@@ -157,6 +157,72 @@ fn mkfs_command_lines_make_a_clean_file_system() {
     }
 }
 
+/// The words of a superblock with the features, by ext4.h, xfs_format.h and btrfs_tree.h.
+fn features_of(fs: FsType, image: &std::path::Path) -> Vec<u64> {
+    let file = std::fs::File::open(image).unwrap();
+    let word = |at: u64, size: usize| {
+        let mut bytes = [0; 8];
+        file.read_exact_at(&mut bytes[..size], at).unwrap();
+        bytes
+    };
+    match fs {
+        // s_feature_compat, s_feature_incompat, s_feature_ro_compat.
+        FsType::Ext4 => [0x5C, 0x60, 0x64]
+            .map(|at| u64::from_le_bytes(word(1024 + at, 4)))
+            .into(),
+        // sb_features2, and the same three.
+        FsType::Xfs => [0xC8, 0xD0, 0xD8, 0xD4]
+            .map(|at| u64::from_be_bytes(word(at, 4)) >> 32)
+            .into(),
+        // compat_flags, compat_ro_flags, incompat_flags. Of these, the first mount sets
+        // BIG_METADATA, if mkfs has not.
+        FsType::Btrfs => [(0xAC, 0), (0xB4, 0), (0xBC, 0x20)]
+            .map(|(at, set)| u64::from_le_bytes(word(0x1_0000 + at, 8)) | set)
+            .into(),
+    }
+}
+
+/// Fails where a release of the programs, or its configuration, has other defaults.
+#[test]
+fn the_features_of_a_file_system_are_the_same_with_every_release() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("image");
+    for (fs, options, expected) in [
+        (FsType::Ext4, "", &[0x3C, 0x2C2, 0x46B][..]),
+        (FsType::Ext4, "-m 0 -L name", &[0x3C, 0x2C2, 0x46B]),
+        // What a class asks for, it gets.
+        (
+            FsType::Ext4,
+            "-O orphan_file,^64bit",
+            &[0x103C, 0x242, 0x46B],
+        ),
+        (FsType::Xfs, "", &[0x18A, 0, 0xB, 0xD]),
+        (
+            FsType::Xfs,
+            "-i size=1024 -m reflink=0",
+            &[0x18A, 0, 0xB, 0x9],
+        ),
+        (
+            FsType::Xfs,
+            "-m rmapbt=1 -i sparse,nrext64=1",
+            &[0x18A, 0, 0x2B, 0xF],
+        ),
+        (FsType::Btrfs, "", &[0, 3, 0x361]),
+    ] {
+        let file = std::fs::File::create(&image).unwrap();
+        file.set_len(1 << 30).unwrap();
+        let options = parse_options(fs, options).unwrap();
+        let line = command(fs, &image, &options, true, false);
+        let made = Command::new(line.program)
+            .args(&line.args)
+            .output()
+            .unwrap();
+        assert!(made.status.success(), "{line}: {made:?}");
+        let features = features_of(fs, &image);
+        assert_eq!(features, expected, "{line}: {features:x?}");
+    }
+}
+
 #[test]
 fn refused_mkfs_options_are_named_with_the_reason() {
     for (fs, text, expected) in [
