@@ -30,12 +30,13 @@ TOML
   version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n1)
 }
 # What the Containerfiles name.
-debian=docker.io/library/debian:bookworm-slim
+debian=docker.io/library/debian:trixie-slim
 
 # Makes Debian's base image for an architecture where it is missing, and gives it the name
 # that the Containerfiles use.
 use_debian() {
-  local arch=$1 path slim=() keep_nothing
+  local arch=$1 suite path slim=() keep_nothing
+  suite=${debian##*:}
   podman image exists "$debian-$arch" || {
     # What Debian's slim images leave out.
     for path in doc groff info linda lintian locale man; do
@@ -49,7 +50,7 @@ use_debian() {
     # mmdebstrap takes usrmerge, which brings all of Perl, where Debian's images have
     # usr-is-merged.
     # shellcheck disable=SC2016 # for mmdebstrap's shell
-    make_root bookworm "$dir/root.tar" --variant=minbase --architectures="$arch" "${slim[@]}" \
+    make_root "${suite%-slim}" "$dir/root.tar" --variant=minbase --architectures="$arch" "${slim[@]}" \
       --aptopt="$keep_nothing" \
       --customize-hook='chroot "$1" apt-get install --yes usr-is-merged usrmerge-' \
       --customize-hook='chroot "$1" apt-get purge --yes "^libperl5" "^perl-modules"'

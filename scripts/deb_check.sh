@@ -9,6 +9,8 @@ cd "$(dirname "$0")/.."
 deb=$(realpath "${1:-${CARGO_TARGET_DIR:-target}/debian/uring-csi_$version-1_$native.deb}")
 export deb
 
+# The oldest Debian that the package is for.
+debian=docker.io/library/debian:bookworm-slim
 use_debian "$native"
 # No udevd and no sysctl: devices and /proc/sys are the machine's.
 podman image exists localhost/debian-systemd || buildah build --quiet --pull-never \
