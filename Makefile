@@ -68,7 +68,7 @@ test-kernel: setup ## Test on a kernel with nbd, rbd, udevd (tests/kernel/run.sh
 export ONLY QUICK BACKEND HOST_KERNEL TEST_KERNEL
 
 # ONLY=faults and so on, as above; KERNELS="sid trixie": the kernels of these Debian
-# suites; SUITES="sid": the Ceph of these. An empty one omits those runs.
+# suites; SUITES="sid": the Ceph of these; SUITES="": only this machine's.
 test-matrix: setup ## Test on several kernels and releases of Ceph: takes hours
 	@tests/kernel/matrix.sh
 
