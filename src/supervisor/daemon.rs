@@ -50,6 +50,9 @@ const WAITS_WITHIN: Duration = Duration::from_secs(2);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// The longest time to read the output of a process that has ended.
 const READ_WITHIN: Duration = Duration::from_secs(2);
+/// The release from which on rbd-nbd sends the driver its device's cookie with a new size,
+/// without which the driver refuses that.
+const RESIZES_SINCE: u32 = 17;
 /// The longest time until a process ends, after SIGTERM and again after SIGKILL.
 const END_WITHIN: Duration = Duration::from_secs(10);
 
@@ -154,6 +157,12 @@ impl Daemon {
     pub fn serves(&self) -> bool {
         let log = self.log.as_ref();
         log.is_some_and(|log| log.borrow().serves)
+    }
+
+    /// Whether it gives its device the new size itself when its image is resized.
+    pub fn resizes_its_device(&self) -> bool {
+        let release = self.log.as_ref().and_then(|log| log.borrow().release);
+        release.is_some_and(|release| release >= RESIZES_SINCE)
     }
 
     /// The client ids under which it has joined the cluster so far: some only to read

@@ -407,3 +407,41 @@ fn a_device_follows_an_image_that_others_grow() {
     assert_eq!(supervisor.status(&test).pid, pid);
     test.assert_exported_holds(80 << 20, 7, MIB);
 }
+
+/// The release of the installed rbd-nbd.
+fn release() -> u32 {
+    let said = std::process::Command::new("rbd-nbd")
+        .arg("--version")
+        .output()
+        .unwrap();
+    let said = String::from_utf8(said.stdout).unwrap();
+    let version = said.split_whitespace().nth(2).expect("ceph version …");
+    version.split('.').next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn growth_replaces_only_a_daemon_that_does_not_resize_its_device() {
+    // Without a lock another client need not ask the daemon to resize the image.
+    let Some(test) = Test::without_lock("resizes") else {
+        return;
+    };
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
+    let before = supervisor.status(&test).pid;
+    signal(before, Signal::STOP);
+    std::thread::scope(|scope| {
+        // It ends once the daemon has heard of it.
+        let resizing = scope.spawn(|| test.resize("96M"));
+        let info = || test.cluster.rbd(&["info", &test.spec.name()]);
+        supervisor.until("the image's size", || info().contains("96 MiB"));
+        signal(before, Signal::CONT);
+        let grown = supervisor.keeper.grow(&test.spec.volume_id, 96 << 20);
+        assert_eq!(supervisor.runtime.block_on(grown).unwrap(), 96 << 20);
+        resizing.join().unwrap();
+    });
+    let after = supervisor.status(&test).pid;
+    assert_eq!(after == before, release() >= 17, "{before:?} {after:?}");
+    write(&node, 80 << 20, 7, MIB).join().unwrap();
+    assert_holds(&node, 80 << 20, 7, MIB);
+    test.assert_exported_holds(80 << 20, 7, MIB);
+}

@@ -3,7 +3,8 @@
 //! ```text
 //!  map      no device: rbd-nbd map          device without daemon: rbd-nbd attach
 //!  death    attach, again and again, for as long as the device is there
-//!  grow     attach beside the daemon (that sets the size) · end both · attach
+//!  grow     wait for a daemon that resizes its device; else attach beside it (that sets the
+//!           size) · end both · attach
 //!  unmap    claim (O_EXCL) · DISCONNECT · the daemon ends by itself, or is ended
 //! ```
 //!
@@ -12,8 +13,10 @@
 //! one, and reports and retries a failure. Meanwhile a lock keeps udevd off the device:
 //! udevd would wait for the device, and every process that waits for udevd would, too.
 //!
-//! **Growth.** The driver takes a size together with the socket of an attach, and only
-//! while no request is in flight. It waits for those in flight: for ever, if only the new
+//! **Growth.** Since release 17 rbd-nbd notices that its image is resized, and resizes its
+//! device. Earlier ones try, without the device's cookie, and the driver refuses. There the
+//! supervisor resizes it. The driver takes a size together with the socket of an attach, and
+//! only while no request is in flight. It waits for those in flight: for ever, if only the new
 //! socket could serve them. So the size is changed while a daemon serves; the process
 //! that changes it ends at once, since its socket is not needed. The daemon that serves
 //! may not know the image's new size, and answers requests beyond the old one without an

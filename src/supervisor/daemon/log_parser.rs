@@ -16,6 +16,8 @@ pub struct DaemonLog {
     pub tail: String,
     /// The client ids under which it has joined the cluster; one has the image open.
     pub clients: Vec<i64>,
+    /// The release of Ceph that it is of, such as 16.
+    pub release: Option<u32>,
     /// How often its image was found to have another size than the device.
     pub resized: usize,
     /// Its log has ended.
@@ -31,6 +33,7 @@ impl DaemonLog {
         }
         self.resized += usize::from(line.contains(": netlink resize failed:"));
         self.clients.extend(joined_as(line));
+        self.release = self.release.or_else(|| release_of(line));
         if !self.tail.is_empty() {
             self.tail.push('\n');
         }
@@ -52,9 +55,17 @@ fn joined_as(line: &str) -> Option<i64> {
     number.parse().ok()
 }
 
+/// The line that every program of Ceph logs first has its version after this.
+const VERSION: &str = "ceph version ";
+
+fn release_of(line: &str) -> Option<u32> {
+    let (_, version) = line.split_once(VERSION)?;
+    version.split('.').next()?.parse().ok()
+}
+
 /// Parts of the lines that rbd-nbd logs at every start, and its only ones if the image is
 /// missing.
-const AT_EVERY_START: [&str; 3] = ["ceph version ", "pidfile_write", "deferred set uid:gid"];
+const AT_EVERY_START: [&str; 3] = [VERSION, "pidfile_write", "deferred set uid:gid"];
 
 /// The exit code of rbd-nbd after every error; librbd logs no error for an image that is
 /// missing.

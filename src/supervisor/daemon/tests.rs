@@ -190,7 +190,7 @@ fn a_daemons_exit_is_explained_by_its_log() {
     }
     let mut log = DaemonLog::default();
     joins.lines().for_each(|line| log.take(line));
-    assert_eq!(log.clients, [4106]);
+    assert_eq!((log.clients, log.release), (vec![4106], Some(16)));
     let denied = "failed to fetch mon config (--no-mon-config to skip)";
     assert!(matches!(
         explain(denied, failed, &spec),

@@ -12,13 +12,16 @@ use crate::{
     Done,
     kernel::nbd::{NbdDevice, ReservedIndex},
     secret::Secret,
-    supervisor::{Spec, SupervisorError, error::failed, spec::Verb},
+    supervisor::{Spec, SupervisorError, daemon::Daemon, error::failed, spec::Verb},
 };
 
 /// The longest time to choose a device, again if another process takes it meanwhile.
 const CHOOSE_WITHIN: Duration = Duration::from_secs(20);
 /// When a disconnect is reported that has not ended.
 const LATE_AFTER: Duration = Duration::from_millis(if cfg!(test) { 300 } else { 10_000 });
+/// How long a daemon that resizes its device itself may take to do so, before another is
+/// started for it.
+const FOLLOWS_WITHIN: Duration = Duration::from_secs(1);
 /// The longest time until a device is detached after its daemon.
 const GONE_WITHIN: Duration = Duration::from_secs(20);
 
@@ -152,6 +155,17 @@ impl ServedVolume {
             return Ok(had);
         }
         self.ensure_served(&device).await?;
+        if self.daemon.as_ref().is_some_and(Daemon::resizes_its_device) {
+            let follows = async {
+                while size(self)? < bytes {
+                    sleep(LOOK_EVERY).await;
+                }
+                Ok::<_, SupervisorError>(())
+            };
+            if let Ok(followed) = timeout(FOLLOWS_WITHIN, follows).await {
+                followed?;
+            }
+        }
         if size(self)? < bytes {
             self.take_size(&device).await?;
             self.replace(&device).await?;
