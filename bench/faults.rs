@@ -1,13 +1,24 @@
 //! What the others wait for while eight volumes hang, beside the same without the
 //! fault: the rounds alternate, and in both the eight are called for again and again.
 
-use std::time::{Duration, Instant};
+use std::{
+    fs::File,
+    io::Write as _,
+    os::{
+        fd::{AsFd as _, AsRawFd as _},
+        unix::fs::OpenOptionsExt as _,
+    },
+    process::ChildStderr,
+    time::{Duration, Instant},
+};
 
 use futures_util::{StreamExt as _, future::join_all, stream};
 use testkit::{
     DeadNfsServer, DeadOsd, DeadServer, Fault, HEALTHY, HungDirectories, HungFiles, HungPool, Node,
-    NodeSetup, Phase, Sandbox, Volume, call_in_phase, healthy_volumes, own_cluster_story, story,
+    NodeSetup, Phase, Sandbox, Volume, call_in_phase, free_port, healthy_volumes, idle_clients,
+    own_cluster_story, story,
 };
+use tokio::{net::unix::pipe::Receiver, task::JoinHandle};
 
 /// p99 of a whole life beside the fault, in those without it, is at most this.
 const LIMIT: f64 = 1.2;
@@ -24,6 +35,8 @@ const CALLS: [&str; 6] = [
     "whole life",
 ];
 const KIND: &str = "ext4";
+/// Clients of `/metrics` that send nothing.
+const IDLE: usize = 2000;
 
 /// How long each call of each life took.
 #[derive(Default)]
@@ -54,6 +67,42 @@ pub fn of_files() -> bool {
             kept &= others(sandbox, &node, fault, "in a pool", phase).await;
         });
     }
+    story(async |sandbox| {
+        let files = HungFiles::new(sandbox, KIND);
+        let node = Node::prepare(sandbox, NodeSetup::new(sandbox));
+        node.leave_log_unread();
+        node.restart().await;
+        let log = node.take_log_pipe();
+        let mut reader = Some(read(&log));
+        let besides = async |hangs: bool| {
+            if let Some(reader) = reader.take() {
+                reader.abort();
+            }
+            if hangs {
+                fill(&log);
+            } else {
+                reader = Some(read(&log));
+            }
+        };
+        let fault = HungBeside { files, besides };
+        kept &= others(sandbox, &node, fault, "on files, the log unread", Probe).await;
+    });
+    story(async |sandbox| {
+        let files = HungFiles::new(sandbox, KIND);
+        let port = free_port();
+        let listen = format!("--metrics-listen=127.0.0.1:{port}");
+        let node = Node::start_with(sandbox, NodeSetup::new(sandbox).arg(&listen)).await;
+        let mut idle = Vec::new();
+        let besides = async |hangs: bool| {
+            idle.clear();
+            if hangs {
+                idle = idle_clients(port, IDLE).await;
+            }
+        };
+        let fault = HungBeside { files, besides };
+        let name = format!("on files, {IDLE} idle clients of /metrics");
+        kept &= others(sandbox, &node, fault, &name, Unmount).await;
+    });
     for phase in [Publish, Unpublish] {
         story(async |sandbox| {
             let mut node = Node::prepare(sandbox, NodeSetup::new(sandbox));
@@ -115,6 +164,51 @@ pub fn of_osds() -> bool {
         });
     }
     kept
+}
+
+/// Files that hang, and another fault for as long as they do: `besides` begins it, and ends it.
+struct HungBeside<B> {
+    files: HungFiles,
+    besides: B,
+}
+
+impl<B: AsyncFnMut(bool)> Fault for HungBeside<B> {
+    fn affected(&self) -> &[Volume] {
+        self.files.affected()
+    }
+
+    fn grow(&self, volume: &Volume, bytes: u64) {
+        self.files.grow(volume, bytes);
+    }
+
+    async fn stop(&mut self, phase: Phase) {
+        (self.besides)(true).await;
+        self.files.stop(phase).await;
+    }
+
+    async fn resume(&mut self) {
+        self.files.resume().await;
+        (self.besides)(false).await;
+    }
+}
+
+/// Reads a log, until it is aborted.
+fn read(log: &ChildStderr) -> JoinHandle<()> {
+    let log = log.as_fd().try_clone_to_owned().expect("a descriptor");
+    let mut log = Receiver::from_owned_fd(log).expect("a pipe");
+    tokio::spawn(async move {
+        let _ = tokio::io::copy(&mut log, &mut tokio::io::sink()).await;
+    })
+}
+
+/// Fills a log's pipe: no line fits in.
+fn fill(log: &ChildStderr) {
+    let mut pipe = File::options()
+        .write(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(format!("/proc/self/fd/{}", log.as_raw_fd()))
+        .expect("the pipe's other end");
+    while pipe.write(b"\n").is_ok() {}
 }
 
 /// The test kernel is slow: there one shows that it runs.

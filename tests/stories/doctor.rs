@@ -8,10 +8,11 @@ use std::{
 
 use serde_json::Value;
 use testkit::{
-    Controller, ControllerSetup, Node, NodeSetup, Sandbox, StuckFile, StuckTree, run, story,
+    Controller, ControllerSetup, Node, NodeSetup, Sandbox, StuckFile, StuckTree, free_port, run,
+    story,
 };
 
-use crate::{observability::free_port, operator::Operator};
+use crate::operator::Operator;
 
 /// What it says of `name`: the state, what it found, and the advice.
 fn checked(doctor: &Value, name: &str) -> [String; 3] {

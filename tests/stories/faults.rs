@@ -5,17 +5,14 @@
 //!
 //! Each story picks one file system at random; with `EVERY_FS` set it takes all three.
 
-use std::{env, net::TcpStream};
+use std::env;
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use testkit::{
     Ceph, DeadNfsServer, DeadOsd, DeadServer, HEALTHY, HungDirectories, HungFiles, HungPool,
     NfsServer, Node, NodeSetup, Phase, Rng, Sandbox, StuckFile, assert_fault_isolated,
-    can_resize_ext4, can_use_nfs, eventually, healthy_volumes, kernel_has_nbd, own_cluster_story,
-    report_not_tested, story,
+    can_resize_ext4, can_use_nfs, free_port, healthy_volumes, idle_clients, kernel_has_nbd,
+    own_cluster_story, report_not_tested, story,
 };
-
-use crate::observability::free_port;
 
 /// Clients that connect and send nothing.
 const IDLE: usize = 2000;
@@ -89,19 +86,10 @@ fn an_unread_log_delays_no_volume() {
 #[test]
 fn idle_metrics_clients_delay_no_volume() {
     hung_files_on(Phase::Unmount, async |sandbox| {
-        // This process has the other ends.
-        let limit = getrlimit(Resource::Nofile);
-        let raised = Rlimit {
-            current: limit.maximum,
-            ..limit
-        };
-        setrlimit(Resource::Nofile, raised).expect("a higher limit");
-        let address = ("127.0.0.1", free_port());
-        let listen = format!("--metrics-listen=127.0.0.1:{}", address.1);
+        let port = free_port();
+        let listen = format!("--metrics-listen=127.0.0.1:{port}");
         let node = Node::start_with(sandbox, NodeSetup::new(sandbox).arg(&listen)).await;
-        let connect = async || TcpStream::connect(address).ok();
-        let mut idle = vec![eventually("metrics are served", connect).await];
-        idle.resize_with(IDLE, || TcpStream::connect(address).expect("a connection"));
+        let idle = idle_clients(port, IDLE).await;
         (node, idle)
     });
 }

@@ -9,14 +9,11 @@ use std::{
     time::Duration,
 };
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use testkit::{
     Content, MIB, Machine, Node, NodeSetup, ResourceUsage, Sandbox, StuckFile, StuckTree, Volume,
-    eventually, run, story,
+    free_port, idle_clients, run, story,
 };
 use tonic::{Code, Status};
-
-use crate::observability::free_port;
 
 /// Volumes over files that can hang, in a pool of their own.
 fn stuck_volumes(sandbox: &Sandbox, count: usize) -> Vec<(StuckFile, Volume)> {
@@ -275,31 +272,16 @@ const IDLE: usize = 2000;
 #[test]
 fn idle_metrics_clients_take_no_descriptors_from_volumes() {
     story(async |sandbox| {
-        // This process has the other ends.
-        let limit = getrlimit(Resource::Nofile);
-        let raised = Rlimit {
-            current: limit.maximum,
-            ..limit
-        };
-        setrlimit(Resource::Nofile, raised).unwrap();
         let port = free_port();
         let listen = format!("--metrics-listen=127.0.0.1:{port}");
         let node = Node::start_with(sandbox, NodeSetup::new(sandbox).arg(&listen)).await;
-        let address = ("127.0.0.1", port);
-        let mut idle = vec![
-            eventually("metrics are served", async || {
-                TcpStream::connect(address).ok()
-            })
-            .await,
-        ];
-        for _ in 1..IDLE {
-            idle.push(TcpStream::connect(address).unwrap());
-            if idle.len().is_multiple_of(500) {
-                let volume = sandbox.volume(&format!("v{}", idle.len()), "ext4");
-                let target = node.up(&volume, "pod").await;
-                node.stats(&volume, &target).await.unwrap();
-                node.down(&volume, "pod").await;
-            }
+        let mut idle = Vec::new();
+        while idle.len() < IDLE {
+            idle.extend(idle_clients(port, IDLE / 4).await);
+            let volume = sandbox.volume(&format!("v{}", idle.len()), "ext4");
+            let target = node.up(&volume, "pod").await;
+            node.stats(&volume, &target).await.unwrap();
+            node.down(&volume, "pod").await;
         }
         let open = || {
             fs::read_dir(format!("/proc/{}/fd", node.pid()))
@@ -308,7 +290,7 @@ fn idle_metrics_clients_take_no_descriptors_from_volumes() {
         };
         assert!(open() < 500, "{} descriptors are open", open());
         // The endpoint answers.
-        let mut stream = TcpStream::connect(address).unwrap();
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
         stream
             .write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
             .unwrap();

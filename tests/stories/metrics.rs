@@ -4,12 +4,12 @@ use std::fs;
 
 use testkit::{
     Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Supervisor, Volume, claim,
-    eventually, refused, run, story,
+    eventually, free_port, refused, run, story,
 };
 use tonic::Code::{FailedPrecondition, NotFound};
 use uring_csi::proto::holder::{ReattachRequest, UnmapRequest, holder_client::HolderClient};
 
-use crate::observability::{free_port, get};
+use crate::observability::get;
 
 /// The metrics of an agent.
 pub struct Scrape(u16);

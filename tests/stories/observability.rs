@@ -7,7 +7,9 @@ use std::{
     thread,
 };
 
-use testkit::{Content, MIB, Node, NodeSetup, Volume, eventually, loops_over, refused, run, story};
+use testkit::{
+    Content, MIB, Node, NodeSetup, Volume, eventually, free_port, loops_over, refused, run, story,
+};
 use tonic::Code::{AlreadyExists, FailedPrecondition, InvalidArgument, Unavailable};
 use uring_csi::proto::csi::{VolumeHealthErrorType, volume_usage::Unit};
 
@@ -21,14 +23,6 @@ pub fn get(port: u16, path: &str) -> std::io::Result<String> {
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
     Ok(answer)
-}
-
-/// A port that was free a moment ago.
-pub fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0")
-        .and_then(|listener| listener.local_addr())
-        .expect("a port")
-        .port()
 }
 
 #[test]

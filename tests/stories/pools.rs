@@ -3,14 +3,15 @@
 use std::{fs, path::Path};
 
 use testkit::{
-    Controller, ControllerSetup, MIB, Node, Sandbox, Volume, claim, eventually, refused, run, story,
+    Controller, ControllerSetup, MIB, Node, Sandbox, Volume, claim, eventually, free_port, refused,
+    run, story,
 };
 use tonic::Code::Unavailable;
 use uring_csi::proto::csi::ListVolumesRequest;
 
 use crate::{
     inline::{inline, publish, with_inline},
-    observability::{free_port, get},
+    observability::get,
 };
 
 /// The listener by which an agent reports whether it is ready.

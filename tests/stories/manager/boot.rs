@@ -6,12 +6,9 @@ use std::{
     time::Duration,
 };
 
-use testkit::{eventually, loops_over, story};
+use testkit::{eventually, free_port, loops_over, story};
 
-use super::{
-    super::observability::{free_port, get},
-    Machine, image, options_at,
-};
+use super::{super::observability::get, Machine, image, options_at};
 
 #[test]
 fn systemd_learns_when_the_wanted_volumes_are_there() {

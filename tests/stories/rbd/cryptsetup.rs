@@ -4,10 +4,10 @@ use std::{fs, io::Write as _};
 
 use futures_util::future::join_all;
 use rustix::fs::{CWD, Mode, mkfifoat};
-use testkit::{Ceph, Node, ProgramStub, ceph_story, eventually, rbds_over, spec_of};
+use testkit::{Ceph, Node, ProgramStub, ceph_story, eventually, free_port, rbds_over, spec_of};
 
 use super::{encrypted, lifecycle};
-use crate::observability::{free_port, get};
+use crate::observability::get;
 
 /// Before the program has the device: detaches it, and attaches a foreign image under its
 /// number.

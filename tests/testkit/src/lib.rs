@@ -44,7 +44,14 @@ mod vault;
 mod volume;
 mod writer;
 
-use std::{env, fmt::Debug, net::TcpListener, panic::resume_unwind, thread, time::Duration};
+use std::{
+    env,
+    fmt::Debug,
+    net::{TcpListener, TcpStream},
+    panic::resume_unwind,
+    thread,
+    time::Duration,
+};
 
 pub use agent::{Agent, Machine, program, request};
 pub use bare::{BareDevice, BareExport, BareImageFile, BareVolume};
@@ -80,6 +87,7 @@ pub use rbd::{
 pub use replayer::Replayer;
 pub use resource_usage::{ResourceUsage, resident_kib};
 pub use rng::Rng;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 pub use sandbox::Sandbox;
 pub use skipped::{report_not_tested, skip_test, skip_uninstalled};
 pub use stuck::{NoOthersHang, StuckFile, StuckTree};
@@ -122,9 +130,25 @@ pub fn story(body: impl AsyncFnOnce(&Sandbox) + Send) {
 }
 
 /// A TCP port that nothing listens on.
-fn free_port() -> u16 {
+pub fn free_port() -> u16 {
     let free = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
     free.expect("a free port").port()
+}
+
+/// Connections to a port, as many, that send nothing. Waits until something listens on it.
+pub async fn idle_clients(port: u16, many: usize) -> Vec<TcpStream> {
+    // This process has the other ends.
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    setrlimit(Resource::Nofile, raised).expect("a higher limit");
+    let address = ("127.0.0.1", port);
+    let connect = async || TcpStream::connect(address).ok();
+    let mut idle = vec![eventually("the port is served", connect).await];
+    idle.resize_with(many, || TcpStream::connect(address).expect("a connection"));
+    idle
 }
 
 /// Waits until `check` gives something; panics with `what` if that takes absurdly long.
