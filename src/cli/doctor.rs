@@ -13,7 +13,11 @@ use rustix::{
 };
 use serde::Serialize;
 
-use super::{answer::Answer, context::Context, error::CliError};
+use super::{
+    answer::Answer,
+    context::Context,
+    error::{Agent, CliError},
+};
 use crate::{
     error_chain,
     kernel::{capabilities::NODE_NEEDS, exec, uring_setup::try_uring_setup},
@@ -469,16 +473,26 @@ const AGENT_TIMEOUT: Duration = Duration::from_secs(15);
 /// The answer of an agent, which may be stopped or hang.
 async fn in_time<T>(call: impl Future<Output = Result<T, CliError>>) -> Result<T, String> {
     match tokio::time::timeout(AGENT_TIMEOUT, call).await {
+        // Its advice is the check's.
+        Ok(Err(CliError::Unreachable { endpoint, why, .. })) => {
+            Err(format!("nothing answers at {endpoint} ({why})"))
+        }
         Ok(answer) => answer.map_err(|error| error_chain(&error)),
         Err(_) => Err(format!("no answer within {} s", AGENT_TIMEOUT.as_secs())),
     }
+}
+
+fn how_to_start(agent: Agent) -> String {
+    let command = agent.start_command(Path::new("/"));
+    command.unwrap_or_else(|| "start it".to_owned())
 }
 
 async fn node_agent(context: &Context) -> Vec<Check> {
     const NAME: &str = "node agent";
     let agent = match in_time(context.agent_info()).await {
         Err(found) => {
-            let advice = "start it, or name its socket by --node-endpoint";
+            let start = how_to_start(Agent::Node);
+            let advice = format!("{start}, or name its socket by --node-endpoint");
             return vec![Check::lacks(NAME, found, advice)];
         }
         Ok(info) if info.not_ready_because.is_empty() => {
@@ -506,7 +520,11 @@ async fn controller(context: &Context) -> Vec<Check> {
         async |mut client, request| client.probe(request).await,
     ));
     if let Err(found) = probe.await {
-        let advice = "none is needed on this machine, unless it has local pools; else start it, or name its socket by --controller-endpoint";
+        let start = how_to_start(Agent::Controller);
+        let advice = format!(
+            "none is needed on this machine, unless it has local pools; else {start}, or name \
+             its socket by --controller-endpoint"
+        );
         return vec![Check::lacks(NAME, found, advice)];
     }
     let storage = in_time(context.controller_admin(

@@ -2,7 +2,7 @@
 
 use std::{
     io::{self, ErrorKind},
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use serde::Serialize;
@@ -54,6 +54,15 @@ impl Agent {
             Self::Holder => "--holder-endpoint",
         }
     }
+
+    /// The command that starts it, if it is a service of the systemd that runs below `root`.
+    pub fn start_command(self, root: &Path) -> Option<String> {
+        const UNITS: [&str; 2] = ["etc/systemd/system", "usr/lib/systemd/system"];
+        let program = self.program();
+        let has_unit = |dir| root.join(dir).join(format!("{program}.service")).exists();
+        let runs = root.join("run/systemd/system").exists();
+        (runs && UNITS.into_iter().any(has_unit)).then(|| format!("systemctl start {program}"))
+    }
 }
 
 /// Why a command failed.
@@ -76,7 +85,7 @@ pub enum CliError {
     /// No process listens, or this user may not connect.
     #[error(
         "cannot {doing}: nothing answers at {endpoint} ({why}); is {} running, and may you \
-         use its socket? ({} names another)",
+         use its socket ({} names another)? {next}",
         .agent.program(), .agent.flag()
     )]
     Unreachable {
@@ -88,6 +97,8 @@ pub enum CliError {
         endpoint: Endpoint,
         /// The error of connect(2).
         why: io::Error,
+        /// The commands to continue with.
+        next: String,
     },
     /// The agent's answer lacks a field that the interface requires.
     #[error("cannot {doing}: the answer has no {missing}")]
@@ -237,6 +248,7 @@ impl CliError {
                 agent,
                 endpoint: endpoint.clone(),
                 why,
+                next: next_commands(agent, Path::new("/")),
             },
             // By tonic, which has no such service.
             None if status.code() == Code::Unimplemented && status.message().is_empty() => {
@@ -330,6 +342,14 @@ fn is_lost(error: &io::Error) -> bool {
         error.kind(),
         ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::ConnectionRefused
     )
+}
+
+fn next_commands(agent: Agent, root: &Path) -> String {
+    let doctor = "`uringctl doctor` checks this machine";
+    match agent.start_command(root) {
+        Some(start) => format!("`{start}` starts it, {doctor}"),
+        None => doctor.to_owned(),
+    }
 }
 
 fn exit_code_of(code: Code) -> u8 {
@@ -438,9 +458,29 @@ mod tests {
                 agent: Agent::Node,
                 endpoint: "/run/x.sock".parse().unwrap(),
                 why: why.into(),
+                next: String::new(),
             };
             assert_eq!(error.exit_code(), exit, "{why}");
         }
+    }
+
+    #[test]
+    fn systemctl_is_named_where_systemd_has_the_unit() {
+        let root = tempfile::tempdir().unwrap();
+        let units = root.path().join("usr/lib/systemd/system");
+        let next = |agent| next_commands(agent, root.path());
+        std::fs::create_dir_all(&units).unwrap();
+        std::fs::write(units.join("uring-csi-node.service"), "").unwrap();
+        assert_eq!(next(Agent::Node), "`uringctl doctor` checks this machine");
+        std::fs::create_dir_all(root.path().join("run/systemd/system")).unwrap();
+        assert_eq!(
+            next(Agent::Node),
+            "`systemctl start uring-csi-node` starts it, `uringctl doctor` checks this machine"
+        );
+        assert_eq!(
+            next(Agent::Controller),
+            "`uringctl doctor` checks this machine"
+        );
     }
 
     #[test]
@@ -467,7 +507,8 @@ mod tests {
         let text = error.to_string();
         assert!(
             text.contains("unix:///nonexistent/node.sock (No such file")
-                && text.contains("--node-endpoint"),
+                && text.contains("--node-endpoint")
+                && text.contains("`uringctl doctor`"),
             "{text}"
         );
     }
