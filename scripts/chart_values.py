@@ -1,5 +1,5 @@
 """The table of the chart's values, from values.yaml: a comment that begins with `--`
-describes the key after it."""
+describes the key after it. And the descriptions in the values' schema of the programs' flags."""
 
 import json
 import re
@@ -26,6 +26,24 @@ def described(text):
             if description:
                 yield list(path), description
             description = None
+
+
+def with_descriptions(schema, meanings):
+    """The schema's text, each flag of a part's `config` with its meaning; `meanings`: by part and
+    flag. A flag has one line."""
+    for part, of_flags in meanings.items():
+
+        def described(line, of_flags=of_flags):
+            indent, flag, rules = line.groups()
+            kept = {key: rule for key, rule in json.loads(rules).items() if key != "description"}
+            new = {"description": of_flags.get(flag, "")} | kept
+            return f'{indent}"{flag}": {json.dumps(new, ensure_ascii=False)}'
+
+        config = rf'^    "{part}": {{\n(?:.*\n)*?        "config": {{\n((?:          .*\n)*)'
+        begin, end = re.search(config, schema, re.MULTILINE).span(1)
+        lines = re.sub(r'^( {12})"([a-z-]+)": ({.*})', described, schema[begin:end], flags=re.MULTILINE)
+        schema = schema[:begin] + lines + schema[end:]
+    return schema
 
 
 def table():

@@ -119,6 +119,7 @@ BOTH = {
         "extraVolumes": [MORE_VOLUMES],
         "extraVolumeMounts": [MORE_MOUNTS],
     },
+    "holder": {"config": {"rbd-nbd": "rbd-nbd-2"}},
 }
 
 
@@ -169,6 +170,7 @@ REFUSED = [
     ({"node": {"config": {"max-mkf": 4}}}, "additional properties"),
     ({"node": {"config": {"max-mkfs": 0}}}, "minimum"),
     ({"controller": {"config": {"max-mkfs": 4}}}, "additional properties"),
+    ({"holder": {"config": {"max-mkfs": 4}}}, "additional properties"),
     ({"snapshots": {"groupClasses": [{"name": "a"}]}}, "without snapshots.enabled"),
     (
         {
@@ -299,6 +301,7 @@ def check_others(chart):
         problem("chart, other values", "volumes grow without a resizer")
     check("chart, Ceph and a pool by NBD", both)
     check_settings("chart, Ceph", both, "controller", BOTH["controller"], ["more"])
+    check_settings("chart, Ceph", both, "holder", BOTH["holder"], [])
     for values in ACCEPTED:
         render(chart, values)
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Writes what docs/ takes from the code, between the comments that name this program: the
 tables of flags, metrics, codes, error messages and values of the chart, and uringctl's help.
+It also writes the descriptions of flags in the schema of the chart's values.
 With --check it writes nothing, and fails where a text is old.
 
 It also checks what docs/reference has written by hand: each table of parameters has the keys
@@ -27,6 +28,9 @@ REFERENCE = ROOT / "docs/reference"
 BIN_DIR = Path(os.environ.get("BIN_DIR", ROOT / "target" / "debug"))
 STRING = r"\"((?:[^\"\\]|\\[\s\S])*)\""
 CHART = ROOT / "deploy/chart"
+SCHEMA = CHART / "values.schema.json"
+# The parts of the chart with the flags of a program.
+PROGRAMS = ("node", "controller", "holder")
 # Flags without a value in the chart: of machines without Kubernetes, and paths that are where
 # the chart mounts them.
 NOT_IN_CHART = {
@@ -66,7 +70,7 @@ def help_of(program, *command, flag="--help"):
 
 
 def flags(program):
-    """The table of a program's flags, from its long help."""
+    """The rows of a program's flags, from its long help."""
     rows = []
     for option in re.split(r"\n(?=      --)", help_of(program))[1:]:
         name, *lines = option.split("\n")
@@ -84,7 +88,7 @@ def flags(program):
                 f"`{variable[1]}`" if variable else "",
             ]
         )
-    return table(["flag", "meaning", "default", "variable"], rows)
+    return rows
 
 
 def commands(*above):
@@ -274,11 +278,11 @@ def check_conditions():
 
 
 def check_chart_config():
-    """`node.config` and `controller.config` of the chart have each flag that no other value
-    sets, and no others."""
-    schema = json.loads((CHART / "values.schema.json").read_text())
+    """The chart's `config` of each program has each flag that no other value sets, and no
+    others."""
+    schema = json.loads(SCHEMA.read_text())
     templates = "".join(path.read_text() for path in (CHART / "templates").iterdir())
-    for part in ("node", "controller"):
+    for part in PROGRAMS:
         known = schema["properties"][part]["properties"]["config"]["properties"]
         left = set()
         for option in re.split(r"\n(?=      --)", help_of(f"uring-csi-{part}"))[1:]:
@@ -286,7 +290,7 @@ def check_chart_config():
             variable = re.search(r"\[env: (\w+)=", option)
             if f"--{flag}=" not in templates and not (variable and f" {variable[1]}\n" in templates):
                 left.add(flag)
-            if flag in known and bool(valued) is (known[flag] == {"type": "boolean"}):
+            if flag in known and bool(valued) is (known[flag].get("type") == "boolean"):
                 problem("deploy/chart/values.schema.json", f"{part}.config.{flag} has the wrong type")
         for flag in sorted((left - NOT_IN_CHART) ^ known.keys()):
             problem("deploy/chart/values.schema.json", f"{part}.config and --help differ in {flag}")
@@ -315,10 +319,24 @@ def replace(document, name, text, check):
         problem(f"docs/{document}", f"{name} is old: run scripts/reference.py")
 
 
+def describe_flags(meanings, check):
+    """Puts the meanings of flags into the chart's schema."""
+    old = SCHEMA.read_text()
+    new = chart_values.with_descriptions(old, meanings)
+    if not check:
+        SCHEMA.write_text(new)
+    elif new != old:
+        problem(SCHEMA.relative_to(ROOT), "descriptions are old: run scripts/reference.py")
+
+
 def main():
     check = "--check" in sys.argv[1:]
-    for program in ("node", "controller", "holder"):
-        replace("reference/flags.md", program, flags(f"uring-csi-{program}"), check)
+    meanings = {}
+    for program in PROGRAMS:
+        rows = flags(f"uring-csi-{program}")
+        meanings[program] = {re.match(r"`--([a-z-]+)", row[0])[1]: row[1] for row in rows}
+        replace("reference/flags.md", program, table(["flag", "meaning", "default", "variable"], rows), check)
+    describe_flags(meanings, check)
     replace("reference/uringctl.md", "commands", uringctl(), check)
     replace("reference/metrics.md", "metrics", metrics(), check)
     replace("reference/errors.md", "codes", codes(), check)
