@@ -14,6 +14,7 @@ cd "$(dirname "$0")/.."
 . scripts/containers.sh
 (($#)) || set -- "$native"
 revision=$(git rev-parse HEAD)
+created=$(git log -1 --format=%cI)
 rust=$(sed -n 's/^FROM .*\(docker.io.library.rust[^ ]*\).*/\1/p' deploy/Containerfile.node)
 
 # Debian with a compiler, and with the toolchain that builds this project here.
@@ -51,6 +52,7 @@ build() {
   buildah build --platform "linux/$arch" --build-arg "BUILDPLATFORM=linux/$native" \
     --pull-never --file "deploy/Containerfile.$image" \
     --build-arg "VERSION=$version" --build-arg "REVISION=$revision" \
+    --build-arg "CREATED=$created" \
     --tag "$(name_of "$image" "$arch")" .
   check_labels "$(name_of "$image" "$arch")"
 }
@@ -59,7 +61,7 @@ build() {
 check_labels() {
   local labels wanted
   labels=$(podman image inspect --format '{{range $key, $value := .Labels}}{{$key}}={{$value}}{{"\n"}}{{end}}' "$1")
-  for wanted in version="$version" revision="$revision" base.name="$debian"; do
+  for wanted in version="$version" revision="$revision" created="$created" base.name="$debian"; do
     grep -qxF "org.opencontainers.image.$wanted" <<<"$labels" || {
       echo "$1 has no label $wanted, but: $labels" >&2
       return 1

@@ -168,11 +168,13 @@ def messages(modules):
         paths = sorted([*SRC.glob(f"{module}.rs"), *SRC.glob(f"{module}/**/*.rs")])
         for path in paths:
             text = path.read_text()
-            pattern = rf"((?:^ *///.*\n)*)^ *#\[error\(\s*{STRING}[^]]*?\)\]\n(?:.*\n)*? *(?:pub struct )?(\w+)"
+            pattern = rf"((?:^ *///.*\n)*)(?:^ *#\[derive.*\n)?^ *#\[error\(\s*{STRING}[^]]*?\)\]\n(?:.*\n)*? *(?:pub struct )?(\w+)"
             for doc, literal, variant in re.findall(pattern, text, re.MULTILINE):
                 message = plain(literal)
                 if re.search("[a-z]{3}", message):
                     cause = " ".join(re.findall(r"/// (.*)", doc))
+                    if not cause:
+                        problem(path.relative_to(ROOT), f"the error {variant} has no cause")
                     rows.append([f"*{message.replace('*', '')}*", code_of(text, variant), cause])
     return table(["message", "code", "cause"], rows)
 
