@@ -63,6 +63,8 @@ tidy() {
   local status=$? mount device
   trap - EXIT INT TERM
   set +e
+  # The unmounts of a server that a demo killed wait for it.
+  if [[ -n ${nbd_server:-} ]] && ! kill -0 "$nbd_server" 2>/dev/null; then start_nbd_server; fi
   # A failed run's mounts and devices, while the server still runs; the pools last,
   # because the devices' images are in them.
   for mount in $(volume_mounts); do umount "$mount"; done
@@ -111,10 +113,19 @@ serve_loop() {
 serve_nbd() {
   make_pool pool
   echo "starting an NBD server of it"
-  nbdkit --foreground --unix "$work/nbd.sock" file dir="$work/pool" 2>>"$work/agents.log" &
-  pids+=($!)
+  start_nbd_server
   controller_flags=(--pool "demo=$work/pool,shared")
   class=(--nbd-server "nbd+unix:///?socket=$work/nbd.sock")
+}
+
+# Sets `nbd_server` to its process id.
+start_nbd_server() {
+  # nbdkit does not start where an old socket is left.
+  rm -f "$work/nbd.sock"
+  nbdkit --foreground --unix "$work/nbd.sock" file dir="$work/pool" 2>>"$work/agents.log" &
+  nbd_server=$!
+  pids+=("$nbd_server")
+  until_there "$nbd_server" "$work/nbd.sock"
 }
 
 serve_rbd() {

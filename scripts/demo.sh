@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Shows a volume's whole life by uringctl on this machine: create, mount, write,
 # snapshot, clone, grow, publish raw, delete. Needs root; removes everything at exit.
-# With BACKEND=nbd volumes are exports of an nbdkit, with BACKEND=rbd images of a small
-# Ceph cluster, with BACKEND=nfs directories of an nfs-ganesha; if this kernel lacks the
-# driver, on the test kernel.
+# With BACKEND=nbd volumes are exports of an nbdkit, which is killed in between, with
+# BACKEND=rbd images of a small Ceph cluster, with BACKEND=nfs directories of an
+# nfs-ganesha; if this kernel lacks the driver, on the test kernel.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case ${BACKEND:=loop} in
@@ -29,6 +29,17 @@ source scripts/show.sh
 # without their names.
 id_of() {
   if [[ $BACKEND == nfs ]]; then echo "127.0.0.1#share#$1##"; else echo "$1"; fi
+}
+
+is_away() { [[ $(uringctl health 2>/dev/null || true) == *ServerAway* ]]; }
+is_well() { uringctl health >/dev/null 2>&1; }
+until_true() {
+  for _ in {1..300}; do
+    if "$@"; then return; fi
+    sleep 0.1
+  done
+  echo "not after half a minute: $*" >&2
+  return 1
 }
 
 title "Start a node agent and a controller"
@@ -82,6 +93,23 @@ title "List the volumes on the node"
 show uringctl volumes
 show uringctl health
 
+if [[ $BACKEND == nbd ]]; then
+  title "The NBD server is killed: requests wait"
+  disown "$nbd_server"
+  show kill -9 "$nbd_server"
+  (echo "written while the server was away" >>"$work/mnt/data/story" && sync -f "$work/mnt/data") &
+  write=$!
+  until_true is_away
+  show_refused uringctl health
+
+  title "The NBD server returns: the node reconnects by itself"
+  start_nbd_server
+  show wait "$write"
+  until_true is_well
+  show uringctl health
+  show cat "$work/mnt/data/story"
+fi
+
 title "Unpublish, unstage and delete"
 show uringctl down "$data" --delete
 for volume in "${volumes[@]}"; do uringctl down "$(id_of "$volume")" --delete >/dev/null; done
@@ -90,3 +118,6 @@ if [[ $BACKEND == nfs ]]; then show ls "$work/export"; else show uringctl list; 
 show uringctl volumes
 
 nothing_is_left
+if [[ $BACKEND == loop ]]; then
+  echo "What becomes of volumes when something fails: make demo FAULTS=1"
+fi

@@ -31,9 +31,6 @@ clean() {
 }
 trap clean EXIT
 
-# Fails if the command succeeds.
-show_refused() { if show "$@"; then return 1; fi; }
-
 title "Two volumes, each in a pool on its own disk; one is in use"
 start_agents
 node=${pids[-2]}

@@ -22,6 +22,9 @@ show() {
   return "$code"
 }
 
+# Fails if the command succeeds.
+show_refused() { if show "$@"; then return 1; fi; }
+
 # Fails if a mount or a device of a volume is left.
 nothing_is_left() {
   local left
