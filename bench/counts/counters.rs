@@ -2,8 +2,10 @@
 //! strace's.
 
 use std::{
-    fs,
+    ffi::CStr,
+    fs, io,
     ops::Sub,
+    os::fd::AsRawFd as _,
     path::Path,
     process::{Child, Command, Stdio},
     thread,
@@ -114,7 +116,10 @@ impl Counters {
             tids: threads.to_owned(),
             of_all: false,
             calls: each(tracepoint(calls?)),
-            checks: each(tracepoint(checks?)),
+            checks: each(tracepoint(checks?))
+                .into_iter()
+                .map(of_checks)
+                .collect(),
         })
     }
 
@@ -137,7 +142,7 @@ impl Counters {
             values.map(|value| value.expect("a counter")).sum()
         };
         // In a debug build, Rust's library asks of each descriptor that it closes whether
-        // it is open.
+        // it is open (F_GETFD).
         let checks = if cfg!(debug_assertions) {
             sum(&mut self.checks)
         } else {
@@ -189,9 +194,20 @@ impl Names {
     }
 }
 
+/// Of calls of fcntl, counts those that ask for the descriptor's flags alone; the counters
+/// that are inherited have the filter, too.
+fn of_checks(counter: Counter) -> Counter {
+    const SET_FILTER: libc::Ioctl = 0x4008_2406;
+    const F_GETFD: &CStr = c"cmd == 1";
+    // SAFETY: PERF_EVENT_IOC_SET_FILTER copies a C string, which outlives the call.
+    let set = unsafe { libc::ioctl(counter.as_raw_fd(), SET_FILTER, F_GETFD.as_ptr()) };
+    assert_eq!(set, 0, "a filter: {}", io::Error::last_os_error());
+    counter
+}
+
 fn threads(pid: u32) -> Vec<i32> {
     let entries = fs::read_dir(format!("/proc/{pid}/task")).expect("procfs");
-    let tid = |entry: std::io::Result<fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse().ok();
+    let tid = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse().ok();
     entries.filter_map(tid).collect()
 }
 
