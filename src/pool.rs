@@ -44,6 +44,7 @@ use crate::{Done, Kind, size::exact};
 
 pub mod claim;
 pub mod draft;
+mod file_stamp;
 pub mod format_marker;
 pub mod handle;
 mod inspect;

@@ -28,17 +28,27 @@ use rustix::{
 use super::{
     META, Pool, PoolError, Scope,
     draft::{Draft, Durability::Durable},
+    file_stamp::FileStamp,
 };
 use crate::Done;
 
-/// The directory (`st_dev`, `st_ino`) in which a pool's scope file was last seen, by the
-/// pool's path.
-static SEEN: Mutex<BTreeMap<PathBuf, (u64, u64)>> = Mutex::new(BTreeMap::new());
+/// Where a pool's scope file was last read, by the pool's path.
+static SEEN: Mutex<BTreeMap<PathBuf, SeenScope>> = Mutex::new(BTreeMap::new());
+
+/// A scope file as it was read.
+#[derive(Clone, Copy, Debug)]
+struct SeenScope {
+    /// The directory (`st_dev`, `st_ino`) of its pool.
+    at: (u64, u64),
+    /// The file. That of another scope has another length, also within one tick of the clock.
+    file: FileStamp,
+    scope: Scope,
+}
 
 impl Pool {
     /// Fails where the pool is not mounted or has another scope than configured; writes the
-    /// scope of a new pool. Making a volume and claiming an image call it. It mostly costs one
-    /// short read.
+    /// scope of a new pool. Making a volume and claiming an image call it. Once the file was
+    /// read, it mostly costs one system call.
     pub fn initialize(&self) -> Result<(), PoolError> {
         self.initialize_at(self.open_dir()?.as_fd())
     }
@@ -75,7 +85,7 @@ impl Pool {
 
     /// Whether the pool is mounted and was used before. If not, a missing file proves nothing.
     pub fn is_initialized(&self) -> Result<bool, PoolError> {
-        let (found, _) = self.read_scope(self.open_dir()?.as_fd())?;
+        let found = self.read_scope(self.open_dir()?.as_fd())?;
         Ok(found.is_some())
     }
 
@@ -89,14 +99,23 @@ impl Pool {
 
     /// The scope of the pool; `None` for a new pool.
     fn scope_in_use(&self, dir: BorrowedFd<'_>) -> Result<Option<Scope>, PoolError> {
-        let (found, at) = self.read_scope(dir)?;
-        let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
-        if found.is_some() {
-            seen.insert(self.dir.clone(), at);
-        } else if seen.get(&self.dir).is_some_and(|before| *before != at) {
-            return Err(self.uninitialized());
+        let seen = || SEEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = seen().get(&self.dir).copied();
+        if let Some(before) = before
+            && FileStamp::of(dir, &Path::new(META).join(SCOPE)) == Ok(before.file)
+        {
+            return Ok(Some(before.scope));
         }
-        Ok(found)
+        let stat = fstat(dir).map_err(|errno| self.io("look at", &self.dir, errno))?;
+        let at = (stat.st_dev, stat.st_ino);
+        let Some((scope, file)) = self.read_scope(dir)? else {
+            return match seen().get(&self.dir) {
+                Some(before) if before.at != at => Err(self.uninitialized()),
+                _ => Ok(None),
+            };
+        };
+        seen().insert(self.dir.clone(), SeenScope { at, file, scope });
+        Ok(Some(scope))
     }
 
     fn refuse_other(&self, found: Scope) -> Result<(), PoolError> {
@@ -115,17 +134,17 @@ impl Pool {
         self.meta_path(SCOPE)
     }
 
-    /// The scope file's content, and the device and inode of the directory that was searched.
-    fn read_scope(&self, dir: BorrowedFd<'_>) -> Result<(Option<Scope>, (u64, u64)), PoolError> {
-        let stat = fstat(dir).map_err(|errno| self.io("look at", &self.dir, errno))?;
-        let at = (stat.st_dev, stat.st_ino);
+    /// What the scope file holds, and the file as it was before it was read.
+    fn read_scope(&self, dir: BorrowedFd<'_>) -> Result<Option<(Scope, FileStamp)>, PoolError> {
         let path = self.scope_path();
         let file = Path::new(META).join(SCOPE);
         let file = match openat(dir, file, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
             Ok(file) => File::from(file),
-            Err(Errno::NOENT) => return Ok((None, at)),
+            Err(Errno::NOENT) => return Ok(None),
             Err(errno) => return Err(self.io("open", &path, errno)),
         };
+        let looked = FileStamp::of(file.as_fd(), Path::new(""));
+        let looked = looked.map_err(|errno| self.io("look at", &path, errno))?;
         let mut text = [0; 64];
         let read = (&file).read(&mut text);
         let text = &text[..read.map_err(|e| self.io("read", &path, e))?];
@@ -138,7 +157,7 @@ impl Pool {
                 return Err(self.io("read", &path, io::Error::other(why)));
             }
         };
-        Ok((Some(found), at))
+        Ok(Some((found, looked)))
     }
 }
 
@@ -172,6 +191,10 @@ mod tests {
         assert_eq!(claim::owners(&shared, "i.img").unwrap(), [by("a")]);
         shared.check_scope().unwrap();
 
+        // Right after it was read.
+        std::fs::write(local.scope_path(), "local\n").unwrap();
+        shared.check_scope().unwrap_err();
+        local.check_scope().unwrap();
         std::fs::write(local.scope_path(), "loc").unwrap();
         for pool in [&local, &shared] {
             assert!(matches!(pool.check_scope(), Err(PoolError::Io { .. })));
