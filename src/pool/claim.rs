@@ -26,18 +26,15 @@ use std::{
     fs::{self, File},
     io::{self, Read as _},
     os::{
-        fd::BorrowedFd,
-        unix::{
-            ffi::OsStrExt as _,
-            fs::{FileExt as _, MetadataExt as _},
-        },
+        fd::{AsFd as _, BorrowedFd},
+        unix::{ffi::OsStrExt as _, fs::FileExt as _},
     },
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use rustix::{
-    fs::{Dir, DirEntry, Mode, OFlags},
+    fs::{CWD, Dir, DirEntry, Mode, OFlags},
     io::Errno,
 };
 use serde::{Deserialize, Serialize};
@@ -45,6 +42,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     Pool, PoolError, Scope,
     draft::{self, Durability::Volatile},
+    file_stamp::FileStamp,
     handle::NodeHash,
     spares::SPARE_DIR,
 };
@@ -198,9 +196,24 @@ fn how_to_release(owner: &Claim, pool: &Pool, boot_id: &str) -> String {
     )
 }
 
+/// The claims that this process has made, by their files, which are as they were written while
+/// their stamps are: no process changes the file of another's claim in place.
+static MADE: Mutex<BTreeMap<PathBuf, (FileStamp, Claim)>> = Mutex::new(BTreeMap::new());
+
+fn made() -> MutexGuard<'static, BTreeMap<PathBuf, (FileStamp, Claim)>> {
+    MADE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// A node's claim of an image, of any boot.
 pub fn own(pool: &Pool, image: &str, node_id: &str) -> Result<Option<Claim>, ClaimError> {
-    let marker = read(pool, &marker_path(pool, image, node_id))?;
+    let path = marker_path(pool, image, node_id);
+    let made = made().get(&path).cloned();
+    if let Some((stamp, claim)) = made
+        && FileStamp::of(CWD, &path) == Ok(stamp)
+    {
+        return Ok(Some(claim));
+    }
+    let marker = read(pool, &path)?;
     Ok(marker.map(|marker| marker.claim))
 }
 
@@ -233,7 +246,6 @@ fn process_lock(pool: &Pool) -> Arc<Mutex<()>> {
 /// [`claim_in`] the pool's directory, which it opens.
 #[cfg(test)]
 pub fn claim(pool: &Pool, image: &str, claim: &Claim) -> Result<Done, ClaimError> {
-    use std::os::fd::AsFd as _;
     let (done, _) = claim_in(pool, pool.open_dir()?.as_fd(), image, claim)?;
     Ok(done)
 }
@@ -279,17 +291,20 @@ pub fn claim_in(
         return Err(error);
     }
     let held = text_of(claim, ClaimState::Held);
-    let rewritten =
-        written
-            .write_all_at(&held, 0)
-            .and_then(|()| match written.metadata()?.nlink() {
-                0 => Err(io::Error::other("it was removed meanwhile")),
-                _ => Ok(()),
-            });
-    if let Err(error) = rewritten {
-        restore(pool, image, &mine, before)?;
-        return Err(pool.io("write", &mine, error).into());
-    }
+    let rewritten = written.write_all_at(&held, 0).and_then(|()| {
+        let stamp = FileStamp::of(written.as_fd(), Path::new(""))?;
+        match stamp.links {
+            0 => Err(io::Error::other("it was removed meanwhile")),
+            _ => Ok(stamp),
+        }
+    });
+    match rewritten {
+        Ok(stamp) => made().insert(mine, (stamp, claim.clone())),
+        Err(error) => {
+            restore(pool, image, &mine, before)?;
+            return Err(pool.io("write", &mine, error).into());
+        }
+    };
     crash_point();
     Ok((Done::Now, before.map(|held| held.claim)))
 }
@@ -560,6 +575,7 @@ fn create_dir(pool: &Pool, dir: &Path) -> Result<Done, PoolError> {
 
 /// Removes a claim's file, and not the directory of the image's claims.
 fn unlink(pool: &Pool, path: &Path) -> Result<Done, ClaimError> {
+    made().remove(path);
     Ok(draft::remove(path, Volatile).map_err(|e| pool.io("remove", path, e))?)
 }
 

@@ -1,5 +1,3 @@
-use std::os::fd::AsFd as _;
-
 use proptest::prelude::*;
 
 use super::*;
@@ -97,6 +95,23 @@ fn an_own_claim_is_never_weakened_and_is_put_back() {
     assert_eq!(claim(&pool, IMAGE, &held).unwrap(), Done::Already);
     put_back(&pool, IMAGE, "a", None).unwrap();
     assert!(own(&pool, IMAGE, "a").unwrap().is_none());
+}
+
+#[test]
+fn an_own_claim_that_another_process_replaced_is_read() {
+    let (_dir, pool) = pool();
+    let mine = by("a", "1", Sharing::Exclusive);
+    assert_eq!(claim(&pool, IMAGE, &mine).unwrap(), Done::Now);
+    assert_eq!(own(&pool, IMAGE, "a").unwrap().as_ref(), Some(&mine));
+    let theirs = Claim {
+        volume_id: "other".to_owned(),
+        ..mine.clone()
+    };
+    let path = marker_path(&pool, IMAGE, "a");
+    let _: File = write(&pool, &path, &theirs, ClaimState::Held).unwrap();
+    assert_eq!(own(&pool, IMAGE, "a").unwrap(), Some(theirs));
+    fs::remove_file(&path).unwrap();
+    assert_eq!(own(&pool, IMAGE, "a").unwrap(), None);
 }
 
 #[test]
