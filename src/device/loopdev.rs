@@ -19,6 +19,7 @@ use std::{
         unix::ffi::OsStrExt,
     },
     path::{Path, PathBuf},
+    sync::LazyLock,
 };
 
 use rustix::{
@@ -36,6 +37,9 @@ mod locks;
 mod reserved;
 
 pub use locks::{DescriptorLock, lock_over, locks_on, unlock};
+
+/// Of the driver's devices (`linux/major.h`).
+const LOOP_MAJOR: u32 = 7;
 
 /// How many free devices others may take before an attach gives up.
 const TRIES: u32 = 128;
@@ -235,18 +239,24 @@ fn configure(
     let dev = Dev::from_raw(rustix::fs::fstat(&file)?.st_rdev);
     loopctl::configure(&file, image.as_fd(), config)?;
     let look = || {
-        let status = loopctl::status(&file)?;
-        refuse_other_number(number, &status)?;
-        let read_only = status.flags & loopctl::READ_ONLY;
-        clear_read_only_mark(&file, read_only != 0)?;
-        let device = LoopDevice {
+        if !is_minor(number, dev) {
+            refuse_other_number(number, &loopctl::status(&file)?)?;
+        }
+        let writable = config.flags & loopctl::READ_ONLY == 0;
+        if writable && block::is_read_only(&file)? {
+            // By its image, which cannot be written, or by the mark of a read-only publish.
+            if loopctl::status(&file)?.flags & loopctl::READ_ONLY != 0 {
+                return Ok(None);
+            }
+            block::set_read_only(&file, false)?;
+        }
+        Ok(Some(LoopDevice {
             number,
             dev,
             node,
             // While it is open, no other image gets its number.
             diskseq: block::diskseq(&file)?,
-        };
-        Ok((read_only == config.flags & loopctl::READ_ONLY).then_some(device))
+        }))
     };
     let looked: io::Result<_> = look();
     if !matches!(looked, Ok(Some(_))) {
@@ -254,6 +264,16 @@ fn configure(
         let _ = loopctl::clear(&file);
     }
     Ok(looked?.map(|device| (device, file)))
+}
+
+/// Whether the device's number shows that it is the loop device of that number: so it does
+/// unless the driver numbers partitions, too (`max_part`). The driver has the parameter for as
+/// long as this process has its control device open.
+fn is_minor(number: u32, dev: Dev) -> bool {
+    static WITHOUT_PARTITIONS: LazyLock<bool> = LazyLock::new(|| {
+        sysfs::attribute("/sys/module/loop/parameters/max_part").is_ok_and(|it| it.trim() == "0")
+    });
+    (dev.major, dev.minor) == (LOOP_MAJOR, number) && *WITHOUT_PARTITIONS
 }
 
 /// The device knows its number, whatever its node is called.

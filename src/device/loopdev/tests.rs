@@ -50,6 +50,31 @@ fn a_device_that_another_process_is_making_is_waited_for() {
 }
 
 #[test]
+fn the_read_only_mark_of_an_earlier_image_is_cleared() {
+    let control = loopctl::control().unwrap();
+    // As above.
+    let number = 1_000_000 + std::process::id() % 40_000;
+    loopctl::add(control, number).unwrap();
+    let node = once_made(|| File::open(node_of(number))).unwrap();
+    block::set_read_only(&node, true).unwrap();
+    drop(node);
+    let image = Scratch::image(MIB);
+    let settings = loopctl::LoopSettings {
+        sector_size: 0,
+        flags: 0,
+        name: b"marked",
+    };
+    let attached = configure(number, image.as_file(), &settings).unwrap();
+    let (device, exclusive) = attached.expect("a writable device");
+    assert!(!block::is_read_only(&exclusive).unwrap());
+    drop((exclusive, Scratch { image, device }));
+    while let Err(error) = loopctl::remove(control, number) {
+        assert_eq!(error.raw_os_error(), Some(libc::EBUSY));
+        thread::yield_now();
+    }
+}
+
+#[test]
 fn a_loop_device_is_found_resized_and_detached() {
     let image = Scratch::image(MIB);
     let id = FileId::of(image.as_file()).unwrap();
