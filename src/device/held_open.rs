@@ -9,7 +9,7 @@
 //! It is open for reading, without `O_EXCL`, and so in the way of neither mkfs nor
 //! fsck. Opening, looking and closing may block: all on the volume's lane.
 
-use std::{fs::File, io};
+use std::{fs::File, io, os::fd::BorrowedFd};
 
 use rustix::{
     fs::{Mode, OFlags},
@@ -32,8 +32,14 @@ pub struct HeldOpen {
 }
 
 impl HeldOpen {
-    /// Opens the device, and makes sure that the source is behind it.
-    pub fn new(source: &Source, device: &Device) -> Result<Self, DeviceError> {
+    /// Opens the device, and makes sure that the source is behind it. `attached`: the
+    /// descriptor by which it was attached just now. While that is open, the sequence number
+    /// suffices: [`Self::check`] sees whether a detach was requested meanwhile.
+    pub fn new(
+        source: &Source,
+        device: &Device,
+        attached: Option<BorrowedFd<'_>>,
+    ) -> Result<Self, DeviceError> {
         let opened = match device.diskseq {
             // It is compared: two disks never have the same.
             Some(_) => rustix::fs::open(
@@ -52,7 +58,10 @@ impl HeldOpen {
             device: device.clone(),
             diskseq,
         };
-        held.checked(held.is_over_source())?;
+        let is_attached = attached.is_some() && diskseq.is_some() && diskseq == device.diskseq;
+        if !is_attached {
+            held.checked(held.is_over_source())?;
+        }
         Ok(held)
     }
 
@@ -108,7 +117,7 @@ const LOOK: &str = "look at the device";
 
 #[cfg(test)]
 mod tests {
-    use std::process::Command;
+    use std::{os::fd::AsFd as _, process::Command};
 
     use super::*;
     use crate::device::scratch::Scratch;
@@ -122,7 +131,7 @@ mod tests {
     fn a_device_that_is_held_open_keeps_its_number_and_a_detach_is_noticed() {
         let scratch = Scratch::new(1 << 20);
         let (source, device) = (scratch.source(), scratch.as_volume_s());
-        let held = HeldOpen::new(&source, &device).unwrap();
+        let held = HeldOpen::new(&source, &device, None).unwrap();
         held.check().unwrap();
         losetup(&["--detach", device.node.to_str().unwrap()]);
         let detached = held.check();
@@ -139,7 +148,24 @@ mod tests {
         while source.is_still(&device) {
             std::thread::yield_now();
         }
-        assert!(HeldOpen::new(&source, &device).is_err());
+        assert!(HeldOpen::new(&source, &device, None).is_err());
+    }
+
+    /// Between its attach and its first use.
+    #[test]
+    fn the_detach_of_a_device_that_was_attached_just_now_is_noticed() {
+        let scratch = Scratch::new(1 << 20);
+        let (source, device) = (scratch.source(), scratch.as_volume_s());
+        let attached = scratch.open();
+        losetup(&["--detach", device.node.to_str().unwrap()]);
+        let held = HeldOpen::new(&source, &device, Some(attached.as_fd())).unwrap();
+        assert!(matches!(held.check(), Err(DeviceError::Changed { .. })));
+        let of_another = Device {
+            diskseq: device.diskseq.map(|seq| seq + 1),
+            ..device
+        };
+        let refused = HeldOpen::new(&source, &of_another, Some(attached.as_fd()));
+        assert!(refused.is_err(), "{refused:?}");
     }
 
     #[test]
@@ -160,7 +186,10 @@ mod tests {
         File::create_new(&other).unwrap().set_len(1 << 20).unwrap();
         // Another process may have attached the device first: then it is theirs.
         losetup(&[node, other.to_str().unwrap()]);
-        let found = (source.is_still(&device), HeldOpen::new(&source, &device));
+        let found = (
+            source.is_still(&device),
+            HeldOpen::new(&source, &device, None),
+        );
         if sysfs::backing_file(device.dev).is_ok_and(|file| file == other) {
             losetup(&["--detach", node]);
         }

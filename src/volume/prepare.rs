@@ -8,7 +8,7 @@
 
 use std::{io, os::fd::OwnedFd, path::Path, pin::pin};
 
-use rustix::{fd::AsFd as _, fs::OFlags};
+use rustix::{fd::AsFd, fs::OFlags};
 
 use super::{context::OnLane, error::Cause, record::Record, spec::Use};
 use crate::{
@@ -115,9 +115,10 @@ pub(super) async fn look<'a>(
 ) -> Result<(Content, OpenDevice<'a>), Cause> {
     let _admission = cx.admit(&cx.node.config.gates.probe, source).await?;
     cx.step("probe", || {
+        let attached = exclusive.as_ref().map(AsFd::as_fd);
         let mut held = OpenDevice {
             cx,
-            held: Some(HeldOpen::new(source, device)?),
+            held: Some(HeldOpen::new(source, device, attached)?),
             bytes: 0,
         };
         let failed = Cause::io(format!("read {}", device.node.display()));

@@ -40,7 +40,7 @@ impl BoundCephImage<'_> {
             image: known.image.clone(),
             ..self.source.clone()
         });
-        let held = HeldOpen::new(&source, &lower.clone().shown(None))?;
+        let held = HeldOpen::new(&source, &lower.clone().shown(None), None)?;
         let (under, domain) = (&lower.block, source.domain());
         let queried = known.queried(&self.images.connections)?;
         let metadata = queried.map(QueriedImage::encryption).transpose()?;
