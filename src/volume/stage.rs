@@ -395,7 +395,7 @@ impl Staging<'_> {
         let Self { cx, spec, place } = self;
         let gate = &cx.node.config.gates.mount;
         let _admission = cx.admit(gate, &spec.source).await?;
-        let mounted = cx.step("mount", || {
+        let root_dev = cx.step("mount", || {
             make_room(place)?;
             held.check()?;
             let new = NewMount {
@@ -405,10 +405,17 @@ impl Staging<'_> {
                 extra: &extra_options(prepared, spec.read_only, options),
                 read_only: spec.read_only,
             };
-            attach::mount(&new, place).map_err(Cause::Mount)
+            let root_dev = match prepared.fs {
+                // Their superblocks have the number of the device.
+                FsType::Ext4 | FsType::Xfs => {
+                    attach::mount_directory(&new, place).map(|()| device.dev)
+                }
+                FsType::Btrfs => attach::mount(&new, place).map(|mounted| mounted.dev),
+            };
+            root_dev.map_err(Cause::Mount)
         })?;
-        tracing::debug!(volume_id = cx.volume.id, ?mounted, "mounted");
-        Ok(mounted.dev)
+        tracing::debug!(volume_id = cx.volume.id, %root_dev, "mounted");
+        Ok(root_dev)
     }
 
     /// Gives the kernel the key of the volume's files, which are encrypted; makes their
