@@ -231,8 +231,13 @@ pub trait BackendVolume {
     fn is_claimed_for(&self, volume_id: &str) -> Result<bool, DeviceError>;
     /// The device that it is attached as.
     fn attached(&self) -> Result<Option<Device>, DeviceError>;
-    /// Detaches the volume's device.
-    fn detach(&self, device: &Device, volume_id: &str) -> Result<Detached, DeviceError>;
+    /// Detaches the volume's device. `purpose`: that of its attach.
+    fn detach(
+        &self,
+        device: &Device,
+        volume_id: &str,
+        purpose: Purpose,
+    ) -> Result<Detached, DeviceError>;
     /// Releases the source, if this node has claimed it for this volume.
     fn release(&self, volume_id: &str) -> Result<(), DeviceError>;
     /// Releases the claim that an earlier agent left on the source for the volume,

@@ -14,7 +14,7 @@
 use std::sync::Arc;
 
 use super::{
-    AttachOptions, Backing, Condition, Device, Source,
+    AttachOptions, Backing, Condition, Device, Purpose, Source,
     backend::{Attachment, BackendVolume, FormatMarker, FoundDevice, Owner},
     error::{DeviceError, io, not_encrypted},
     format_markers::NodeFormatMarkers,
@@ -340,7 +340,7 @@ impl BackendVolume for BoundCephImage<'_> {
                     return Err(error);
                 }
                 let undone = as_it_is_shown(lower)
-                    .and_then(|device| self.detach(&device, &options.volume_id));
+                    .and_then(|device| self.detach(&device, &options.volume_id, options.purpose));
                 match undone {
                     Ok(_) => Err(error),
                     Err(undo) => Err(CephImageError::not_undone(&error, &undo).into()),
@@ -387,10 +387,10 @@ impl BackendVolume for BoundCephImage<'_> {
         }
     }
 
-    fn detach(&self, device: &Device, _: &str) -> Result<Detached, DeviceError> {
+    fn detach(&self, device: &Device, _: &str, purpose: Purpose) -> Result<Detached, DeviceError> {
         // The mapping's number may have gone to another image.
         if self.source.is_behind(device.dev) {
-            if device.still_matches() {
+            if purpose == Purpose::Raw && device.still_matches() {
                 clear_read_only_mark(device)?;
             }
             if let Some(mapping) = luks::mapping_of(device.dev) {

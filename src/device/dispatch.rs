@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::{
     Source,
-    backend::{BackendVolume, Condition, Device, FoundDevice, Owner},
+    backend::{BackendVolume, Condition, Device, FoundDevice, Owner, Purpose},
     ceph::{CephImages, StorageClient},
     error::DeviceError,
     exports::Exports,
@@ -171,9 +171,10 @@ impl Backends {
         source: &Source,
         device: &Device,
         volume_id: &str,
+        purpose: Purpose,
     ) -> Result<Detached, DeviceError> {
         let bound = self.bind(source);
-        match bound.detach(device, volume_id) {
+        match bound.detach(device, volume_id, purpose) {
             Err(error) if error.is_busy() => Err(DeviceError::Busy {
                 device: device.node.clone(),
                 openers: openers::openers(held(source, device)),

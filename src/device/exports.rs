@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AttachOptions, Backing, Condition, Device, Source,
+    AttachOptions, Backing, Condition, Device, Purpose, Source,
     backend::{Attachment, BackendVolume, FormatMarker as _, FoundDevice, Owner},
     context::{SourceError, VolumeContext},
     error::{DeviceError, io},
@@ -290,8 +290,13 @@ impl BackendVolume for BoundExport<'_> {
         Ok(found.map(|found| found.device))
     }
 
-    fn detach(&self, device: &Device, volume_id: &str) -> Result<Detached, DeviceError> {
-        if device.still_matches() {
+    fn detach(
+        &self,
+        device: &Device,
+        volume_id: &str,
+        purpose: Purpose,
+    ) -> Result<Detached, DeviceError> {
+        if purpose == Purpose::Raw && device.still_matches() {
             clear_read_only_mark(device)?;
         }
         let links = &self.exports.links;

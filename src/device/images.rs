@@ -352,11 +352,13 @@ impl BackendVolume for BoundImage<'_> {
         self.attached_as(None)
     }
 
-    fn detach(&self, device: &Device, _: &str) -> Result<Detached, DeviceError> {
+    fn detach(&self, device: &Device, _: &str, purpose: Purpose) -> Result<Detached, DeviceError> {
         let Backing::Image(id) = &device.backing else {
             unreachable!("an image is behind a loop device");
         };
-        Ok(loopdev::detach(&loop_attach::loop_device(device)?, *id)?)
+        let was_raw = purpose == Purpose::Raw;
+        let device = loop_attach::loop_device(device)?;
+        Ok(loopdev::detach(&device, *id, was_raw)?)
     }
 
     fn release(&self, volume_id: &str) -> Result<(), DeviceError> {

@@ -15,7 +15,7 @@ use std::{
     fs::File,
     io,
     os::{
-        fd::{AsFd, OwnedFd},
+        fd::{AsFd as _, OwnedFd},
         unix::ffi::OsStrExt,
     },
     path::{Path, PathBuf},
@@ -291,15 +291,6 @@ fn refuse_other_number(number: u32, status: &loopctl::LoopStatus) -> io::Result<
     ))
 }
 
-/// Clears the mark that a read-only publish leaves on the device's number (BLKROSET), and
-/// that outlives the image. A device that refuses writes itself keeps it.
-fn clear_read_only_mark(device: impl AsFd + Copy, refuses_writes: bool) -> io::Result<()> {
-    if !refuses_writes && block::is_read_only(device)? {
-        block::set_read_only(device, false)?;
-    }
-    Ok(())
-}
-
 /// Waits for what the kernel may be making for another process: a device has its
 /// number for a moment before sysfs and `/dev` have the device.
 fn once_made<T>(attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
@@ -332,9 +323,11 @@ pub fn find(id: FileId, image: &Path) -> io::Result<Vec<AttachedLoop>> {
         .collect())
 }
 
-/// Detaches the file `id` from a loop device; fails if the device is in use.
-pub fn detach(device: &LoopDevice, id: FileId) -> Result<Detached, LoopError> {
-    release(device, |status| is_over(status, id))
+/// Detaches the file `id` from a loop device; fails if the device is in use. A device that
+/// `was_raw` may have the mark of a read-only publish (BLKROSET), which belongs to its number
+/// and outlives the image: that is cleared.
+pub fn detach(device: &LoopDevice, id: FileId, was_raw: bool) -> Result<Detached, LoopError> {
+    release(device, was_raw, |status| is_over(status, id))
 }
 
 /// Makes a loop device as large as its file is now; returns its size in bytes.
@@ -348,6 +341,7 @@ pub fn resize(device: &LoopDevice) -> Result<u64, LoopError> {
 
 fn release(
     device: &LoopDevice,
+    was_raw: bool,
     ours: impl Fn(&loopctl::LoopStatus) -> bool,
 ) -> Result<Detached, LoopError> {
     let failed = |source| device_error(device, "detach")(source);
@@ -384,7 +378,10 @@ fn release(
     if !ours(&status) {
         return Ok(Detached::Already);
     }
-    clear_read_only_mark(&file, status.flags & loopctl::READ_ONLY != 0).map_err(failed)?;
+    let refuses_writes = status.flags & loopctl::READ_ONLY != 0;
+    if was_raw && !refuses_writes && block::is_read_only(&file).map_err(failed)? {
+        block::set_read_only(&file, false).map_err(failed)?;
+    }
     match loopctl::clear(&file) {
         Ok(()) => {}
         Err(e) if is_detached(&e) => return Ok(Detached::Already),

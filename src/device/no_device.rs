@@ -1,7 +1,8 @@
 //! A source without a block device: nothing is attached, so nothing is found or detached.
 
 use super::{
-    AttachOptions, Attachment, Condition, Device, backend::BackendVolume, error::DeviceError,
+    AttachOptions, Attachment, Condition, Device, Purpose, backend::BackendVolume,
+    error::DeviceError,
 };
 use crate::{Detached, Done};
 
@@ -26,7 +27,7 @@ impl BackendVolume for NoDevice {
         Ok(None)
     }
 
-    fn detach(&self, _: &Device, _: &str) -> Result<Detached, DeviceError> {
+    fn detach(&self, _: &Device, _: &str, _: Purpose) -> Result<Detached, DeviceError> {
         Ok(Detached::Already)
     }
 

@@ -237,7 +237,7 @@ mod tests {
             let scratch = formatted(mkfs);
             let mut child = mounted_elsewhere(&scratch);
             let found = openers(scratch.device.dev);
-            let refused = loopdev::detach(&scratch.device, scratch.id());
+            let refused = loopdev::detach(&scratch.device, scratch.id(), false);
             drop(child.stdin.take());
             child.wait().unwrap();
             assert!(

@@ -60,8 +60,8 @@ pub(super) async fn attach_source(
 }
 
 /// The purpose for which a stage attaches the device.
-pub(super) fn purpose_of(spec: &Stage) -> Purpose {
-    match spec.usage {
+pub(super) fn purpose_of(usage: &Use) -> Purpose {
+    match usage {
         Use::Block => Purpose::Raw,
         Use::Mount { .. } => Purpose::Mount,
     }

@@ -97,7 +97,7 @@ async fn on_lane(cx: OnLane<'_>, mut spec: Stage, looking: Permit) -> Result<Out
                     && (spec.fencing == Fencing::On
                         || cx.node.backends.bind(&record.source).wants_secrets(device))
                 {
-                    attach_source(cx, &spec, purpose_of(&spec), before)
+                    attach_source(cx, &spec, purpose_of(&spec.usage), before)
                         .await
                         .map_err(kept)?;
                 }
@@ -211,7 +211,7 @@ impl Staging<'_> {
                 }
                 is_mounted = known.is_mounted;
                 if spec.source.has_device() {
-                    let attaching = attach_source(cx, spec, purpose_of(spec), known);
+                    let attaching = attach_source(cx, spec, purpose_of(&spec.usage), known);
                     attaching.await.map(Some)
                 } else {
                     Ok(None)

@@ -7,6 +7,7 @@ use std::{
 
 use super::{
     Outcome, already,
+    attach::purpose_of,
     context::{Context, OnLane},
     error::Cause,
     layout, mounted,
@@ -272,7 +273,7 @@ async fn detach(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
             None => backends.left_by(source, id)?,
         };
         let detached = if let Some(device) = &device {
-            backends.detach(source, device, id)?
+            backends.detach(source, device, id, purpose_of(&record.usage))?
         } else {
             backends.bind(source).release(id)?;
             Detached::Already

@@ -84,5 +84,5 @@ pub fn locks_on(dev: Dev, known: &[PathBuf]) -> io::Result<Vec<DescriptorLock>> 
 
 /// Removes a lock if it still is one over `dev`.
 pub fn unlock(lock: &DescriptorLock, dev: Dev) -> Result<Detached, LoopError> {
-    release(&lock.device, |status| status.rdevice == dev.to_raw())
+    release(&lock.device, false, |status| status.rdevice == dev.to_raw())
 }

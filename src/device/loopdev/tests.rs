@@ -22,7 +22,7 @@ fn backs(device: &LoopDevice, id: FileId) -> io::Result<bool> {
 /// Detaches for certain: a look by a test beside this one is an opener too,
 /// for as long as it takes.
 fn let_go(device: &LoopDevice, id: FileId) {
-    assert_ne!(detach(device, id).unwrap(), Detached::Already);
+    assert_ne!(detach(device, id, false).unwrap(), Detached::Already);
     while backs(device, id).unwrap() {
         thread::yield_now();
     }
@@ -100,7 +100,7 @@ fn a_loop_device_is_found_resized_and_detached() {
 
     let_go(&device, id);
     assert_eq!(scratch.found(), []);
-    assert_eq!(detach(&device, id).unwrap(), Detached::Already);
+    assert_eq!(detach(&device, id, false).unwrap(), Detached::Already);
 }
 
 /// The first partition of an MBR, of type Linux, over all but the first MiB.
@@ -182,6 +182,19 @@ fn a_writable_device_can_be_made_read_only_and_back() {
 }
 
 #[test]
+fn the_read_only_mark_of_a_raw_volume_goes_with_it() {
+    let scratch = Scratch::new(MIB);
+    let opener = scratch.open();
+    for (was_raw, is_left) in [(false, true), (true, false)] {
+        block::set_read_only(&opener, true).unwrap();
+        let detached = detach(&scratch.device, scratch.id(), was_raw).unwrap();
+        assert_eq!(detached, Detached::Deferred);
+        assert_eq!(block::is_read_only(&opener).unwrap(), is_left);
+    }
+    block::set_read_only(&opener, false).unwrap();
+}
+
+#[test]
 fn sector_size_and_direct_io_are_as_asked() {
     let image = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     image.as_file().set_len(MIB).unwrap();
@@ -201,7 +214,7 @@ fn a_claimed_device_stays_attached() {
     let scratch = Scratch::new(MIB);
     let claim = scratch.device.open(OFlags::RDONLY | OFlags::EXCL).unwrap();
     assert!(matches!(
-        detach(&scratch.device, scratch.id()),
+        detach(&scratch.device, scratch.id(), false),
         Err(LoopError::Busy { .. })
     ));
     drop(claim);
@@ -213,7 +226,7 @@ fn an_opener_defers_the_detach() {
     let scratch = Scratch::new(MIB);
     let opener = scratch.open();
     assert_eq!(
-        detach(&scratch.device, scratch.id()).unwrap(),
+        detach(&scratch.device, scratch.id(), false).unwrap(),
         Detached::Deferred
     );
     assert!(scratch.found()[0].detaching);
@@ -226,9 +239,15 @@ fn an_opener_defers_the_detach() {
 #[test]
 fn a_loop_device_of_another_file_is_not_detached() {
     let (one, other) = (Scratch::new(MIB), Scratch::new(MIB));
-    assert_eq!(detach(&other.device, one.id()).unwrap(), Detached::Already);
+    assert_eq!(
+        detach(&other.device, one.id(), false).unwrap(),
+        Detached::Already
+    );
     let _claim = other.device.open(OFlags::RDONLY | OFlags::EXCL).unwrap();
-    assert_eq!(detach(&other.device, one.id()).unwrap(), Detached::Already);
+    assert_eq!(
+        detach(&other.device, one.id(), false).unwrap(),
+        Detached::Already
+    );
     assert!(backs(&other.device, other.id()).unwrap());
 }
 
@@ -268,7 +287,7 @@ fn a_lock_is_found_by_its_device_and_removed() {
     assert_eq!(locks_on(dev, &[]).unwrap(), std::slice::from_ref(&lock));
     // A lock keeps the device open: it does not let go of its file.
     assert_eq!(
-        detach(&scratch.device, scratch.id()).unwrap(),
+        detach(&scratch.device, scratch.id(), false).unwrap(),
         Detached::Deferred
     );
     let elsewhere = Dev {
