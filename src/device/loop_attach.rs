@@ -129,9 +129,7 @@ pub fn is_all_hole(file: &File) -> std::io::Result<bool> {
 /// The loop device of a record. Its node has its number; that it is the device's,
 /// [`block::open`] checks.
 pub fn loop_device(device: &Device) -> Result<LoopDevice, DeviceError> {
-    let name = device.node.file_name().and_then(|name| name.to_str());
-    let number = name
-        .and_then(|name| sysfs::number_in(name, "loop"))
+    let number = loopdev::number_of(&device.node)
         .ok_or_else(|| {
             std::io::Error::other(format!("{} is no loop device", device.node.display()))
         })
@@ -158,16 +156,22 @@ pub fn attached_to(
     image: &str,
     known: Option<&Path>,
 ) -> Result<Option<Over>, DeviceError> {
-    let found = loopdev::find(id, Path::new(image)).map_err(io("list the loop devices"))?;
-    let mut over: Vec<_> = found
-        .into_iter()
-        .map(|attached| Over {
-            busy: block::open(&attached.device.node, attached.device.dev, OFlags::EXCL).is_err(),
-            attached,
-        })
-        .collect();
-    over.sort_by_key(|one| (known != Some(&*one.attached.device.node), one.busy));
-    Ok(over.into_iter().next())
+    let image = Path::new(image);
+    let over = |attached: AttachedLoop| Over {
+        busy: block::open(&attached.device.node, attached.device.dev, OFlags::EXCL).is_err(),
+        attached,
+    };
+    // A look at every loop device takes a while.
+    let at_known = known.map(|node| loopdev::find_at(node, id, image));
+    let at_known = at_known
+        .transpose()
+        .map_err(io("look at the loop device"))?;
+    if let Some(found) = at_known.flatten() {
+        return Ok(Some(over(found)));
+    }
+    let found = loopdev::find(id, image).map_err(io("list the loop devices"))?;
+    let found = found.into_iter().map(over);
+    Ok(found.min_by_key(|one| one.busy))
 }
 
 /// The difference between an attached loop device and the one that is needed.

@@ -305,7 +305,22 @@ fn once_made<T>(attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 /// Queries only devices over files of that name: the file system of the backing file
 /// answers for a device's status, and may hang, and an open device defers its detach.
 pub fn find(id: FileId, image: &Path) -> io::Result<Vec<AttachedLoop>> {
+    find_among(sysfs::numbers("loop")?, id, image)
+}
+
+/// As [`find`], of the loop device of that node alone.
+pub fn find_at(node: &Path, id: FileId, image: &Path) -> io::Result<Option<AttachedLoop>> {
+    let number = number_of(node).filter(|number| node_of(*number) == node);
+    Ok(find_among(number, id, image)?.pop())
+}
+
+fn find_among(
+    numbers: impl IntoIterator<Item = u32>,
+    id: FileId,
+    image: &Path,
+) -> io::Result<Vec<AttachedLoop>> {
     let found = configured(
+        numbers,
         |backing| backing.file_name() == image.file_name(),
         |status| is_over(status, id),
         |_| false,
@@ -395,16 +410,17 @@ fn release(
     }
 }
 
-/// The configured loop devices whose backing path may be meant and whose status
-/// then pleases, in the order of sysfs. The others are not opened, and one whose
+/// The configured loop devices of these numbers whose backing path may be meant and whose
+/// status then pleases, in their order. The others are not opened, and one whose
 /// status cannot be read is passed over where `is_foreign` says so of the error.
 fn configured(
+    numbers: impl IntoIterator<Item = u32>,
     may_be_meant: impl Fn(&Path) -> bool,
     pleases: impl Fn(&loopctl::LoopStatus) -> bool,
     is_foreign: impl Fn(&io::Error) -> bool,
 ) -> io::Result<Vec<(LoopDevice, loopctl::LoopStatus)>> {
     let mut found = Vec::new();
-    for number in sysfs::numbers("loop")? {
+    for number in numbers {
         if !backing_path(number).is_ok_and(|path| may_be_meant(&path)) {
             continue;
         }
@@ -477,6 +493,11 @@ fn backing_path(number: u32) -> io::Result<PathBuf> {
     let path = sysfs::attribute(format!("/sys/block/loop{number}/loop/backing_file"))?;
     let path = path.trim_end_matches('\n');
     Ok(path.strip_suffix(sysfs::DELETED).unwrap_or(path).into())
+}
+
+/// The `7` of `/dev/loop7`.
+pub fn number_of(node: &Path) -> Option<u32> {
+    sysfs::number_in(node.file_name()?.to_str()?, "loop")
 }
 
 fn node_of(number: u32) -> PathBuf {

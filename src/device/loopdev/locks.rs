@@ -14,7 +14,10 @@ use std::{
 use rustix::io::Errno;
 
 use super::{LoopDevice, LoopError, LoopOptions, attach, backing_path, configured, is, release};
-use crate::{Detached, kernel::Dev};
+use crate::{
+    Detached,
+    kernel::{Dev, sysfs},
+};
 
 /// A loop device over a block device's node.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,6 +66,7 @@ pub fn locks_on(dev: Dev, known: &[PathBuf]) -> io::Result<Vec<DescriptorLock>> 
             || path == Path::new("/")
     };
     let found = configured(
+        sysfs::numbers("loop")?,
         |backing| usual(backing) || known.iter().any(|path| path == backing),
         |status| status.rdevice == dev.to_raw(),
         // The kernel asks the backing file's file system, and that of a device's node

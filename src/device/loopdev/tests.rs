@@ -95,6 +95,15 @@ fn a_loop_device_is_found_resized_and_detached() {
         }]
     );
 
+    let (found, name) = (scratch.found().pop(), scratch.image.path());
+    assert_eq!(find_at(&device.node, id, name).unwrap(), found);
+    assert_eq!(
+        find_at(Path::new("/dev/loop-control"), id, name).unwrap(),
+        None
+    );
+    let other = Scratch::new(MIB);
+    assert_eq!(find_at(&other.device.node, id, name).unwrap(), None);
+
     scratch.image.as_file().set_len(2 * MIB).unwrap();
     assert_eq!(resize(&device).unwrap(), 2 * MIB);
 
