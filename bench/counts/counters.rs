@@ -26,12 +26,21 @@ pub struct Count {
     pub switches: u64,
 }
 
+/// By how many calls two runs of one build differ at most: those of one more wakeup of a
+/// thread.
+const ROOM: u64 = 3;
+
 impl Count {
     /// Whether this is more than `expected`, and by more than two runs of one build differ.
     pub fn exceeds(self, expected: Self) -> bool {
-        let exceeds = |now: u64, then: u64, room: u64| now > then + (then / 10).max(room);
-        // Three calls are one more wakeup of a thread; on a loaded machine there were two.
-        exceeds(self.calls, expected.calls, 6) || exceeds(self.switches, expected.switches, 2)
+        self.calls > expected.calls + ROOM
+            || self.switches > expected.switches + (expected.switches / 10).max(2)
+    }
+
+    /// Whether these are fewer calls than `expected`, and by more than two runs of one build
+    /// differ.
+    pub fn saves_calls(self, expected: Self) -> bool {
+        self.calls + ROOM < expected.calls
     }
 
     /// What nine tenths of the rounds have at least.

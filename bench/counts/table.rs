@@ -38,20 +38,29 @@ impl Table {
         fs::write(file, format!("{HEAD}{self}")).expect("a file");
     }
 
-    /// The cases whose counts exceed those of `expected`, or that one of them lacks.
+    /// The cases whose counts are others than those of `expected`, or that one of them lacks.
     pub fn differences_from(&self, expected: &Self) -> Vec<String> {
         let lost = expected.0.keys().filter(|case| !self.0.contains_key(*case));
         let lost = lost.map(|case| format!("{case}: in the file, and not counted"));
-        self.excesses_over(expected).chain(lost).collect()
+        let differs = |now: Count, then| now.exceeds(then) || now.saves_calls(then);
+        self.compare(expected, differs).chain(lost).collect()
     }
 
     /// The cases whose counts exceed those of `expected`, or that it lacks.
     pub fn excesses_over(&self, expected: &Self) -> impl Iterator<Item = String> {
+        self.compare(expected, Count::exceeds)
+    }
+
+    fn compare(
+        &self,
+        expected: &Self,
+        differs: impl Fn(Count, Count) -> bool,
+    ) -> impl Iterator<Item = String> {
         self.0
             .iter()
-            .filter_map(|(case, now)| match expected.0.get(case) {
+            .filter_map(move |(case, now)| match expected.0.get(case) {
                 None => Some(format!("{case}: {}, and not in the file", words(*now))),
-                Some(then) if now.exceeds(*then) => Some(format!(
+                Some(then) if differs(*now, *then) => Some(format!(
                     "{case}: {}, and {} in the file",
                     words(*now),
                     words(*then)
