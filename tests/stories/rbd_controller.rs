@@ -364,22 +364,7 @@ fn calls_without_secrets_use_the_controller_s_own() {
         assert!(validated.await.unwrap().into_inner().confirmed.is_some());
         // external-provisioner sends those of a class, a caller of CSI may send none.
         for parameters in [ceph.claim("any", 0).parameters, HashMap::new()] {
-            let room = async || {
-                let parameters = parameters.clone();
-                let message = GetCapacityRequest {
-                    parameters,
-                    ..Default::default()
-                };
-                match controller.client().get_capacity(message).await {
-                    Ok(answer) => Some(answer.into_inner().available_capacity).filter(|n| *n > 0),
-                    Err(status) => {
-                        assert_eq!(status.code(), Unavailable, "{status}");
-                        None
-                    }
-                }
-            };
-            // The manager counts a new pool after a moment.
-            eventually("there is room", room).await;
+            has_capacity(&controller, parameters).await;
         }
         for id in &snapshots {
             controller.delete_snapshot(id).await.unwrap();
@@ -389,6 +374,25 @@ fn calls_without_secrets_use_the_controller_s_own() {
         }
         assert_eq!(listed(&controller).await, BTreeSet::new());
     });
+}
+
+/// Waits until there is some: the manager counts a new pool after a moment.
+async fn has_capacity(controller: &Controller, parameters: HashMap<String, String>) {
+    let capacity = async || {
+        let parameters = parameters.clone();
+        let message = GetCapacityRequest {
+            parameters,
+            ..Default::default()
+        };
+        match controller.client().get_capacity(message).await {
+            Ok(answer) => Some(answer.into_inner().available_capacity).filter(|n| *n > 0),
+            Err(status) => {
+                assert_eq!(status.code(), Unavailable, "{status}");
+                None
+            }
+        }
+    };
+    eventually("there is room", capacity).await;
 }
 
 #[test]
