@@ -4,6 +4,7 @@
 
 use std::{
     error::Error,
+    path::PathBuf,
     pin::pin,
     process::ExitCode,
     sync::Arc,
@@ -176,6 +177,15 @@ struct CephStoreOptions {
         value_parser = clap::value_parser!(u64).range(1..)
     )]
     fence_after: Option<u64>,
+    /// A file with the id of each node, one a line; a Ceph volume is published to no other.
+    /// For orchestrators that may ask for a node that does not exist.
+    #[arg(
+        long,
+        env = "URING_CSI_KNOWN_NODES",
+        requires = "fence_after",
+        value_name = "FILE"
+    )]
+    known_nodes: Option<PathBuf>,
 }
 
 impl CephStoreOptions {
@@ -196,6 +206,7 @@ impl CephStoreOptions {
             instance: &self.instance_id,
             operators: Operators::new(self.ceph_secret),
             fence_after: self.fence_after.map(Duration::from_secs),
+            known_nodes: self.known_nodes,
             purge: PurgeTimes::default(),
             quiet_for: QUIET_FOR,
         };

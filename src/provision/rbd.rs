@@ -23,7 +23,7 @@
 use std::{
     collections::{BTreeMap, HashMap},
     io,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, atomic::Ordering::Relaxed},
     time::{Duration, Instant},
 };
@@ -109,6 +109,8 @@ pub struct Settings<'a> {
     /// How long after an unpublish a node that has not released the volume is fenced;
     /// none: no node is fenced.
     pub fence_after: Option<Duration>,
+    /// A file with the id of each node; none: the caller knows which nodes exist.
+    pub known_nodes: Option<PathBuf>,
     /// The intervals that keep replicas of a controller apart in the trash.
     pub purge: PurgeTimes,
     /// A create of ceph-csi that is younger is left to ceph-csi, and nothing younger is an
@@ -158,7 +160,7 @@ impl RbdStore {
             names_of_objects: settings.names_of_objects,
             purger: TrashPurger::new(lanes.clone(), settings.purge),
             flattener: Flattener::new(lanes.clone(), FlattenLimits::default()),
-            fencing: Fencer::new(settings.fence_after),
+            fencing: Fencer::new(settings.fence_after, settings.known_nodes),
             quiet_for: settings.quiet_for,
             names: KeyedMutex::default(),
             used: Mutex::default(),

@@ -110,6 +110,22 @@ pub enum RbdError {
         /// The other node's id.
         node: String,
     },
+    /// No such node is known.
+    #[error(
+        "there is no node {node:?} in {} (--known-nodes): add its id, if there is one",
+        path.display()
+    )]
+    NoNode {
+        /// The node's id.
+        node: String,
+        path: std::path::PathBuf,
+    },
+    /// The known nodes cannot be read.
+    #[error("--known-nodes {} cannot be read", path.display())]
+    KnownNodesUnreadable {
+        path: std::path::PathBuf,
+        source: std::io::Error,
+    },
     /// The unpublish of a node has begun.
     #[error("volume {handle:?} is being unpublished from node {node:?}; try again")]
     Unpublishing {
@@ -369,8 +385,10 @@ impl RbdError {
             | Self::StillAttached { .. } => Kind::InUse,
             Self::PublishedOtherwise { .. } => Kind::Conflict,
             Self::Snapshots { .. } => Kind::Exhausted,
-            Self::Lost { .. } | Self::NotSynced(_) => Kind::NotFound,
-            Self::NotMeasured { .. } | Self::Resyncing { .. } => Kind::Transient,
+            Self::Lost { .. } | Self::NotSynced(_) | Self::NoNode { .. } => Kind::NotFound,
+            Self::NotMeasured { .. }
+            | Self::KnownNodesUnreadable { .. }
+            | Self::Resyncing { .. } => Kind::Transient,
             Self::Cluster { source: error, .. }
             | Self::Ceph(error)
             | Self::Network(NetworkError::Ceph(error))

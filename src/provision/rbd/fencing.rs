@@ -22,6 +22,8 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    fs,
+    path::PathBuf,
     sync::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -55,6 +57,8 @@ use crate::{
 pub struct Fencer {
     /// How long a node may take to release a volume; none: no node is fenced.
     pub after: Option<Duration>,
+    /// A file with the id of each node, one a line.
+    known_nodes: Option<PathBuf>,
     /// Volumes that were in use after their unpublish, by handle and node. A controller
     /// that restarts waits the whole time again.
     seen: Mutex<HashMap<(String, String), Seen>>,
@@ -90,12 +94,32 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 const HEARS_WITHIN: Duration = Duration::from_millis(100);
 
 impl Fencer {
-    pub fn new(after: Option<Duration>) -> Self {
+    pub fn new(after: Option<Duration>, known_nodes: Option<PathBuf>) -> Self {
         Self {
             after,
+            known_nodes,
             seen: Mutex::default(),
             raised: AtomicU64::default(),
         }
+    }
+
+    /// Refuses a node that is not known, where nodes are. The file is read at each use,
+    /// because it changes.
+    fn check_node(&self, node: &str) -> Result<(), RbdError> {
+        let Some(path) = &self.known_nodes else {
+            return Ok(());
+        };
+        let known = fs::read_to_string(path).map_err(|source| RbdError::KnownNodesUnreadable {
+            path: path.clone(),
+            source,
+        })?;
+        if known.lines().any(|line| line.trim() == node) {
+            return Ok(());
+        }
+        Err(RbdError::NoNode {
+            node: node.to_owned(),
+            path: path.clone(),
+        })
     }
 
     fn seen(&self) -> MutexGuard<'_, HashMap<(String, String), Seen>> {
@@ -121,6 +145,7 @@ impl RbdStore {
         &self,
         new: &PublishRequest,
     ) -> Result<BTreeMap<String, String>, ProvisionError> {
+        self.fencing.check_node(&new.node)?;
         let found = self.volume(&new.handle, &new.secrets)?;
         let Some(nodes) = nodes_of(&found) else {
             return Ok(BTreeMap::new());

@@ -74,6 +74,7 @@ fn store_over(dir: &Path, fence_after: Option<Duration>, purge: PurgeTimes) -> R
         instance: "default",
         operators: Operators::new(vec![own]),
         fence_after,
+        known_nodes: None,
         purge,
         quiet_for: Duration::ZERO,
     };

@@ -6,7 +6,7 @@ use std::time::Duration;
 use testkit::{
     Controller, MIB, Mode, Rng, Sandbox, Volume, eventually, provisioned, refused, story,
 };
-use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unimplemented};
+use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unavailable, Unimplemented};
 use uring_csi::proto::csi::ControllerPublishVolumeRequest;
 
 use super::{Ceph, Rpc, capabilities};
@@ -133,6 +133,32 @@ fn only_registered_clients_are_fenced() {
         controller.wait_for_log("fencing a node's client").await;
         controller.delete(&volume.handle).await.unwrap();
         drop(user);
+    });
+}
+
+#[test]
+fn a_volume_is_published_to_known_nodes_alone() {
+    story(async |sandbox| {
+        let Some(ceph) = Ceph::new(sandbox) else {
+            return;
+        };
+        let file = sandbox.dir().join("nodes");
+        std::fs::write(&file, "node-a\n\n node-b \n").unwrap();
+        let args = vec![format!("--known-nodes={}", file.display())];
+        let (controller, volume) = fencing(sandbox, &ceph, args).await;
+        let publish = async |node: &str| controller.publish(&volume, node).await;
+        for absent in ["node", "node-c"] {
+            refused(publish(absent).await, NotFound, &["--known-nodes"]);
+            controller.unpublish(&volume, absent).await.unwrap();
+        }
+        publish("node-b").await.unwrap();
+        // A node that left is unpublished like any other.
+        std::fs::write(&file, "node-c\n").unwrap();
+        refused(publish("node-b").await, NotFound, &["node-b"]);
+        controller.unpublish(&volume, "node-b").await.unwrap();
+        publish("node-c").await.unwrap();
+        std::fs::remove_file(&file).unwrap();
+        refused(publish("node-c").await, Unavailable, &["--known-nodes"]);
     });
 }
 
