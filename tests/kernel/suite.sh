@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # suite.sh ONLY LIBRARY_TESTS STORIES PART PARTS: runs tests in the test kernel, or on a
 # machine whose kernel has the drivers. ONLY names a backend, a module or a story;
-# without it, the suite runs the tests that depend on the kernel: every story, also
-# those ignored elsewhere, and the library's tests that attach, mount or call the
+# without it, the suite runs the tests that depend on the kernel: the stories, also
+# most of those ignored elsewhere, and the library's tests that attach, mount or call the
 # kernel. Of these it runs every PARTS-th, starting with the PART-th.
 #
 # It omits the tests of the ring's runtime: they measure thread time, for which rustix
@@ -101,11 +101,14 @@ tests() {
     without_cluster
   done
 }
-# Most ignored tests of the library are run by others. These take minutes, for matrix.sh.
+# Most ignored tests of the library are run by others. These take minutes, for matrix.sh, and
+# so does one story.
+minutes='::(mirrored|lost_daemons)::|::all_of_three_monitors_'
 ignored=$(list "$library" --ignored)
-if [[ -n ${MATRIX:-} ]]; then ignored=$(grep -vE '::(mirrored|lost_daemons)::' <<<"$ignored"); fi
+left_out=$(list "$stories" --ignored | grep -E "$minutes" || true)
+if [[ -n ${MATRIX:-} ]]; then ignored=$(grep -vE "$minutes" <<<"$ignored") left_out=; fi
 tests "$library" "$of_library" "$ignored"
-tests "$stories" "$of_stories"
+tests "$stories" "$of_stories" "$left_out"
 
 if ((!matched)); then
   echo "no test matches '$only'" >&2

@@ -1,7 +1,10 @@
 //! A volume that failed over to another cluster than its handle names, and a cluster whose
 //! monitor moved to another address.
 
-use testkit::{Ceph, Content, Supervisor, ceph_story, own_cluster_story, refused, spec_of};
+use testkit::{
+    Ceph, Content, MovedMonitors, Sandbox, Supervisor, TestCluster, ceph_story,
+    cluster_of_three_story, own_cluster_story, refused, spec_of,
+};
 use tonic::Code::NotFound;
 
 use super::{
@@ -43,36 +46,52 @@ fn an_image_is_found_in_the_cluster_it_failed_over_to() {
 #[test]
 fn a_monitor_may_move_under_volumes_of_krbd_and_rbd_nbd() {
     own_cluster_story(async |sandbox, ceph| {
-        let supervisor = Supervisor::start(sandbox).await;
-        let node = node_with(sandbox, ceph, &supervisor).await;
-        let volumes = [ceph.volume("ext4"), served(ceph.volume("ext4"))];
-        for volume in &volumes {
-            let target = node.up(volume, "pod").await;
-            write_or_check(volume, &target, &Content::new("before"), true);
-        }
-        // A device keeps the monitors that ceph-csi mapped it by.
-        let theirs = ceph.volume("ext4");
-        ceph.stage_as_ceph_csi(&node, &theirs);
-        let moved = ceph.cluster.move_monitor();
-        // From now on only the new monitor knows the OSD's address.
-        drop(ceph.stop());
-        for volume in &volumes {
-            let target = node.target(volume, "pod");
-            write_or_check(volume, &target, &Content::new("after"), true);
-        }
-        // Later maps find it by the configuration.
-        let mut entry = ceph.entry();
-        entry["monitors"] = serde_json::json!(moved.monitors);
-        ceph.configure(&[entry]);
-        node.kill9().await;
-        node.restart().await;
-        lifecycle(&node, &theirs).await;
-        for volume in &volumes {
-            node.down(volume, "pod").await;
-            let target = node.up(volume, "pod").await;
-            write_or_check(volume, &target, &Content::new("after"), false);
-            node.down(volume, "pod").await;
-        }
-        node.assert_clean().await;
+        monitors_move(sandbox, ceph, TestCluster::move_monitor).await;
     });
+}
+
+#[test]
+#[ignore = "ten daemons: make test-matrix"]
+fn all_of_three_monitors_may_be_replaced_under_volumes_of_krbd_and_rbd_nbd() {
+    cluster_of_three_story(async |sandbox, ceph| {
+        monitors_move(sandbox, ceph, TestCluster::replace_monitors).await;
+    });
+}
+
+async fn monitors_move(
+    sandbox: &Sandbox,
+    ceph: &Ceph,
+    move_them: impl FnOnce(&TestCluster) -> MovedMonitors,
+) {
+    let supervisor = Supervisor::start(sandbox).await;
+    let node = node_with(sandbox, ceph, &supervisor).await;
+    let volumes = [ceph.volume("ext4"), served(ceph.volume("ext4"))];
+    for volume in &volumes {
+        let target = node.up(volume, "pod").await;
+        write_or_check(volume, &target, &Content::new("before"), true);
+    }
+    // A device keeps the monitors that ceph-csi mapped it by.
+    let theirs = ceph.volume("ext4");
+    ceph.stage_as_ceph_csi(&node, &theirs);
+    let moved = move_them(&ceph.cluster);
+    // From now on only the new monitors know the OSD's address.
+    drop(ceph.stop());
+    for volume in &volumes {
+        let target = node.target(volume, "pod");
+        write_or_check(volume, &target, &Content::new("after"), true);
+    }
+    // Later maps find it by the configuration.
+    let mut entry = ceph.entry();
+    entry["monitors"] = serde_json::json!(moved.monitors);
+    ceph.configure(&[entry]);
+    node.kill9().await;
+    node.restart().await;
+    lifecycle(&node, &theirs).await;
+    for volume in &volumes {
+        node.down(volume, "pod").await;
+        let target = node.up(volume, "pod").await;
+        write_or_check(volume, &target, &Content::new("after"), false);
+        node.down(volume, "pod").await;
+    }
+    node.assert_clean().await;
 }

@@ -194,82 +194,117 @@ impl TestCluster {
     }
 
     /// Another monitor joins, at another address, and the first one leaves for good.
-    pub fn move_monitor(&self) -> MovedMonitor {
-        let file = |name: &str| self.dir.join(name).display().to_string();
-        let address = self.monitors[0].split(':').next().expect("an address");
-        let last: u8 = address
-            .rsplit('.')
-            .next()
-            .and_then(|part| part.parse().ok())
-            .expect("four parts");
-        let (net, _) = address.rsplit_once('.').expect("four parts");
-        let moved = format!("{net}.{}", if last == 254 { 1 } else { last + 1 });
-        self.ceph(&["mon", "getmap", "-o", &file("monmap.b")]);
-        fs::create_dir(file("mon.b")).expect("a directory");
-        let public = format!("--public-addrv=[v2:{moved}:3300/0,v1:{moved}:6789/0]");
-        let monitor = |more: &[&str]| {
-            let mut command = Command::new("setpriv");
-            command
-                .args([
-                    "--pdeathsig",
-                    "KILL",
-                    "ceph-mon",
-                    "-c",
-                    &file("ceph.conf"),
-                    "-i",
-                    "b",
-                ])
-                .arg(&public)
-                .args(more)
-                .stdin(Stdio::null())
-                .stdout(Stdio::null());
-            command
-        };
-        let map = file("monmap.b");
-        let done = |mut command: Command| {
-            assert!(command.status().expect("a program").success());
-        };
-        done(monitor(&[
-            "--mkfs",
-            "--monmap",
-            &map,
-            "--keyring",
-            &file("keyring"),
-        ]));
-        let mut moved = MovedMonitor {
-            monitors: vec![format!("{moved}:6789")],
-            daemon: monitor(&["-f"]).spawn().expect("a monitor"),
-        };
-        let quorum = || self.ceph(&["quorum_status", "-f", "json"]);
-        until("both agree", || {
-            quorum().contains(r#""quorum_names":["a","b"]"#)
-        });
-        // From now on the programs ask the one that stays.
-        let conf = fs::read_to_string(file("ceph.conf")).expect("a configuration");
-        let host = moved.monitors[0].trim_end_matches(":6789");
-        let settings = conf.lines().map(|line| match line.split_once(" = ") {
-            Some(("mon host", _)) => format!("mon host = [v2:{host}:3300/0,v1:{host}:6789/0]\n"),
-            _ => format!("{line}\n"),
-        });
-        fs::write(file("ceph.conf"), settings.collect::<String>()).expect("a configuration");
-        let first = self.pid("mon.a");
-        kill_process(first, Signal::KILL).expect("a monitor");
-        until("the monitor ends", || test_kill_process(first).is_err());
-        // Nor does it return with the restarted ones.
-        fs::remove_dir_all(file("mon.a")).expect("its data");
+    pub fn move_monitor(&self) -> MovedMonitors {
+        let address = self.fresh_addresses(1).pop().expect("an address");
+        let map = self.dir.join("monmap.b").display().to_string();
+        let mut daemon = self.add_monitor("b", &address);
+        self.ask_monitors_at(std::slice::from_ref(&address));
+        self.lose_monitor("a");
         // Not by `mon remove`: the removed monitor may end before the other gets the new
         // map, and then the other waits for it for ever.
-        moved.end();
+        end(&mut daemon);
+        let monitor = |more: &[&str]| self.monitor("b", &address, more);
         done(monitor(&["--extract-monmap", &map]));
         let mut without = Command::new("monmaptool");
         without.args(["--rm", "a", &map]).stdout(Stdio::null());
         done(without);
         done(monitor(&["--inject-monmap", &map]));
-        moved.daemon = monitor(&["-f"]).spawn().expect("a monitor");
-        until("it is alone", || {
-            quorum().contains(r#""quorum_names":["b"]"#)
+        let daemon = monitor(&["-f"]).spawn().expect("a monitor");
+        until("it is alone", || self.quorum() == ["b"]);
+        MovedMonitors::new(&[address], vec![daemon])
+    }
+
+    /// Three other monitors join a cluster of three, at other addresses, and then the first
+    /// three leave for good, one after the other.
+    pub fn replace_monitors(&self) -> MovedMonitors {
+        let addresses = self.fresh_addresses(3);
+        let names = ["d", "e", "f"].iter().zip(&addresses);
+        let daemons = names
+            .map(|(name, address)| self.add_monitor(name, address))
+            .collect();
+        self.ask_monitors_at(&addresses);
+        for name in ["a", "b", "c"] {
+            self.ceph(&["mon", "remove", name]);
+            until("it has left the quorum", || {
+                !self.quorum().iter().any(|other| other == name)
+            });
+            self.lose_monitor(name);
+        }
+        until("the others are alone", || self.quorum() == ["d", "e", "f"]);
+        MovedMonitors::new(&addresses, daemons)
+    }
+
+    /// Addresses beside those of the cluster's monitors.
+    fn fresh_addresses(&self, count: u8) -> Vec<String> {
+        let last = self.monitors.last().expect("a monitor");
+        let (address, _) = last.rsplit_once(':').expect("a port");
+        let (net, last) = address.rsplit_once('.').expect("four parts");
+        let last: u8 = last.parse().expect("a number");
+        let nth = |number| (u32::from(last) + u32::from(number)) % 254 + 1;
+        (0..count)
+            .map(|number| format!("{net}.{}", nth(number)))
+            .collect()
+    }
+
+    /// Starts a monitor, and waits until it has joined.
+    fn add_monitor(&self, name: &str, address: &str) -> Child {
+        let file = |name: String| self.dir.join(name).display().to_string();
+        let map = file(format!("monmap.{name}"));
+        self.ceph(&["mon", "getmap", "-o", &map]);
+        fs::create_dir(file(format!("mon.{name}"))).expect("a directory");
+        let keyring = file("keyring".to_owned());
+        let make = ["--mkfs", "--monmap", &map, "--keyring", &keyring];
+        done(self.monitor(name, address, &make));
+        let daemon = self.monitor(name, address, &["-f"]).spawn();
+        until("it has joined", || {
+            self.quorum().iter().any(|other| other == name)
         });
-        moved
+        daemon.expect("a monitor")
+    }
+
+    fn monitor(&self, name: &str, address: &str, more: &[&str]) -> Command {
+        let mut command = Command::new("setpriv");
+        command
+            .args(["--pdeathsig", "KILL", "ceph-mon", "-i", name, "-c"])
+            .arg(self.dir.join("ceph.conf"))
+            .arg(format!("--public-addrv={}", address_vector(address)))
+            .args(more)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null());
+        command
+    }
+
+    /// The names of the monitors that agree, sorted.
+    fn quorum(&self) -> Vec<String> {
+        let status = self.ceph(&["quorum_status", "-f", "json"]);
+        let status: serde_json::Value = serde_json::from_str(&status).expect("JSON");
+        let names = status["quorum_names"].as_array().expect("names").iter();
+        let mut names: Vec<_> = names
+            .map(|name| name.as_str().expect("a name").to_owned())
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// From now on Ceph's programs ask these monitors, and no other.
+    fn ask_monitors_at(&self, addresses: &[String]) {
+        let file = self.dir.join("ceph.conf");
+        let conf = fs::read_to_string(&file).expect("a configuration");
+        let all: Vec<_> = addresses.iter().map(|one| address_vector(one)).collect();
+        let settings = conf.lines().map(|line| match line.split_once(" = ") {
+            Some(("mon host", _)) => format!("mon host = {}\n", all.join(", ")),
+            _ => format!("{line}\n"),
+        });
+        fs::write(file, settings.collect::<String>()).expect("a configuration");
+    }
+
+    /// A monitor ends, with its data: it does not return with the restarted ones.
+    fn lose_monitor(&self, name: &str) {
+        let of = format!("mon.{name}");
+        let pid = self.pid(&of);
+        let _ = kill_process(pid, Signal::KILL);
+        until("the monitor ends", || test_kill_process(pid).is_err());
+        fs::remove_dir_all(self.dir.join(of)).expect("its data");
     }
 
     fn osd(&self) -> Pid {
@@ -315,23 +350,39 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// See [`TestCluster::move_monitor`].
-pub struct MovedMonitor {
-    /// As in [`TestCluster`].
-    pub monitors: Vec<String>,
-    daemon: Child,
+fn address_vector(address: &str) -> String {
+    format!("[v2:{address}:3300/0,v1:{address}:6789/0]")
 }
 
-impl MovedMonitor {
-    fn end(&mut self) {
-        let _ = self.daemon.kill();
-        let _ = self.daemon.wait();
+fn done(mut command: Command) {
+    assert!(command.status().expect("a program").success());
+}
+
+fn end(daemon: &mut Child) {
+    let _ = daemon.kill();
+    let _ = daemon.wait();
+}
+
+/// The monitors that a test has started.
+pub struct MovedMonitors {
+    /// As in [`TestCluster`].
+    pub monitors: Vec<String>,
+    daemons: Vec<Child>,
+}
+
+impl MovedMonitors {
+    fn new(addresses: &[String], daemons: Vec<Child>) -> Self {
+        let with_port = |address: &String| format!("{address}:6789");
+        Self {
+            monitors: addresses.iter().map(with_port).collect(),
+            daemons,
+        }
     }
 }
 
-impl Drop for MovedMonitor {
+impl Drop for MovedMonitors {
     fn drop(&mut self) {
-        self.end();
+        self.daemons.iter_mut().for_each(end);
     }
 }
 

@@ -56,7 +56,7 @@ use std::{
 pub use agent::{Agent, Machine, program, request};
 pub use bare::{BareDevice, BareExport, BareImageFile, BareVolume};
 pub use ceph_csi::{STAGE_FILE, ceph_csi_stage_file, publish_as_ceph_csi, unstage_as_ceph_csi};
-pub use cluster::{TestCluster, output_despite_abort};
+pub use cluster::{MovedMonitors, TestCluster, output_despite_abort};
 pub use controller::{
     Controller, ControllerSetup, claim, from_snapshot, from_volume, on_node, provisioned, range,
 };
@@ -81,8 +81,8 @@ pub use nfs::{NfsServer, SHARE, can_use_nfs};
 pub use node::{Node, NodeSetup};
 pub use program_stubs::{InterruptedProgram, LUKS_FORMAT, MKFS, ProgramStub};
 pub use rbd::{
-    Ceph, ImageOpener, KINDS, ceph_story, mapping_of, mappings_of, own_cluster_story, rbds_of,
-    rbds_over, spec_of,
+    Ceph, ImageOpener, KINDS, ceph_story, cluster_of_three_story, mapping_of, mappings_of,
+    own_cluster_story, rbds_of, rbds_over, spec_of,
 };
 pub use replayer::Replayer;
 pub use resource_usage::{ResourceUsage, resident_kib};

@@ -41,6 +41,11 @@ pub fn own_cluster_story(body: impl AsyncFnOnce(&Sandbox, &Ceph) + Send) {
     on(TestCluster::own, false, body);
 }
 
+/// The same on a cluster with three monitors and three OSDs.
+pub fn cluster_of_three_story(body: impl AsyncFnOnce(&Sandbox, &Ceph) + Send) {
+    on(TestCluster::own_of_three, false, body);
+}
+
 fn on(
     start: fn() -> Option<TestCluster>,
     is_shared: bool,
