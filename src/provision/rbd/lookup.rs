@@ -146,49 +146,8 @@ impl RbdStore {
             {
                 Ok(vec![other])
             }
-            (Err(error), None)
-                if is_unknown(&error)
-                    && self.is_gone_elsewhere(of, handle, &places, secrets)? =>
-            {
-                tracing::info!(
-                    handle = handle.to_string(),
-                    "the clusters that replace the one of this handle, which is not configured, have neither entry nor image of it"
-                );
-                Ok(Vec::new())
-            }
             (Err(error), _) => Err(error),
         }
-    }
-
-    /// Whether the clusters that replace a handle's own answer that they have nothing of it,
-    /// neither an entry nor an image. Those that are not configured either do not count, and
-    /// nor does a missing pool, which the mapping may name by mistake.
-    fn is_gone_elsewhere(
-        &self,
-        of: &Journal,
-        handle: &Handle,
-        places: &[(String, i64)],
-        secrets: &Secrets,
-    ) -> Result<bool, RbdError> {
-        let mut have_answered = false;
-        for (cluster_id, pool_id) in places {
-            let Some(there) = Handle::new(cluster_id, *pool_id, handle.uuid()) else {
-                continue;
-            };
-            let link = match self.link(cluster_id, secrets) {
-                Err(error) if is_unknown(&error) => continue,
-                link => link?,
-            };
-            let pool = match link.pool(*pool_id) {
-                Err(error) if error.is_not_found() => return Ok(false),
-                pool => pool?,
-            };
-            if of.read(&pool, there.uuid())?.is_some() || image_of(&pool, &there)?.is_some() {
-                return Ok(false);
-            }
-            have_answered = true;
-        }
-        Ok(have_answered)
     }
 
     /// The image of a handle's uuid in its cluster and pool, with or without an entry.
@@ -351,17 +310,15 @@ fn image_of(pool: &IoCtx, handle: &Handle) -> Result<Option<String>, CephError> 
     Ok(names.find(|name| name.ends_with(&uuid)))
 }
 
-/// Whether an error shows that the cluster is not configured.
-fn is_unknown(error: &RbdError) -> bool {
-    matches!(error, RbdError::Config(ConfigError::Unknown { .. }))
-}
-
 /// Whether an error shows that the cluster is not configured or does not admit this user:
 /// it counts as a cluster without the volume.
 fn is_not_ours(error: &RbdError) -> bool {
     match error {
-        RbdError::Config(ConfigError::NoMonitors { .. }) | RbdError::NoSecrets(_) => true,
-        error if is_unknown(error) => true,
+        RbdError::Config(error) => matches!(
+            error,
+            ConfigError::Unknown { .. } | ConfigError::NoMonitors { .. }
+        ),
+        RbdError::NoSecrets(_) => true,
         error => error.is_access_denied(),
     }
 }
