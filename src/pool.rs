@@ -224,19 +224,16 @@ impl Pool {
     /// symbolic link, so that a volume context cannot reach any other file.
     pub fn open_image(&self, image: &str, writable: bool) -> Result<File, PoolError> {
         let dir = self.open_dir()?;
-        let file = self.open_image_in(dir.as_fd(), image, writable)?;
-        self.stat_image(image, &file)?;
-        Ok(file)
+        Ok(self.open_image_in(dir.as_fd(), image, writable)?.0)
     }
 
-    /// [`Pool::open_image`] in the pool's directory, which is open. What kind of file it is, the
-    /// caller checks by [`Pool::stat_image`].
+    /// [`Pool::open_image`] in the pool's directory, which is open, and the image's metadata.
     pub fn open_image_in(
         &self,
         dir: BorrowedFd<'_>,
         image: &str,
         writable: bool,
-    ) -> Result<File, PoolError> {
+    ) -> Result<(File, Stat), PoolError> {
         self.check_name(image)?;
         let access = if writable {
             OFlags::RDWR
@@ -251,6 +248,7 @@ impl Pool {
             Mode::empty(),
             ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS,
         );
+        let no_regular_file = || self.bad_name(image, "it is not a regular file");
         let file = match opened {
             Ok(file) => file,
             Err(rustix::io::Errno::NOENT) => {
@@ -260,21 +258,18 @@ impl Pool {
                 });
             }
             Err(rustix::io::Errno::LOOP | rustix::io::Errno::ISDIR | rustix::io::Errno::NXIO) => {
-                return Err(self.bad_name(image, NO_REGULAR_FILE));
+                return Err(no_regular_file());
             }
             Err(errno) => return Err(self.io("open", &self.image_path(image), errno)),
         };
-        // The only flag that was set and that this can change.
-        let cleared = fcntl_setfl(&file, OFlags::empty());
-        cleared.map_err(|errno| self.io("look at", &self.image_path(image), errno))?;
-        Ok(file.into())
-    }
-
-    /// The metadata of an open image. Fails unless it is a regular file.
-    pub fn stat_image(&self, image: &str, file: &File) -> Result<Stat, PoolError> {
-        match fstat(file) {
-            Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_file() => Ok(stat),
-            Ok(_) => Err(self.bad_name(image, NO_REGULAR_FILE)),
+        let checked = fstat(&file).and_then(|stat| {
+            // The only flag that was set and that this can change.
+            fcntl_setfl(&file, OFlags::empty())?;
+            Ok(stat)
+        });
+        match checked {
+            Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_file() => Ok((file.into(), stat)),
+            Ok(_) => Err(no_regular_file()),
             Err(errno) => Err(self.io("look at", &self.image_path(image), errno)),
         }
     }
@@ -312,7 +307,7 @@ impl Pool {
         self.check_name(&image)?;
         self.initialize()?;
         let path = self.image_path(&image);
-        let no_regular_file = || self.bad_name(&image, NO_REGULAR_FILE);
+        let no_regular_file = || self.bad_name(&image, "it is not a regular file");
         let _room = self.lock_room();
         let file = File::options()
             .write(true)
@@ -455,7 +450,6 @@ pub fn inline_image(id: &str) -> String {
 }
 
 const META: &str = ".uring-csi";
-const NO_REGULAR_FILE: &str = "it is not a regular file";
 
 #[cfg(test)]
 mod tests;

@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use rustix::fs::{FallocateFlags, fallocate, ftruncate};
+use rustix::fs::{FallocateFlags, fallocate, fstat, ftruncate};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -284,25 +284,28 @@ impl BackendVolume for BoundImage<'_> {
         let (pool, image) = (self.pool()?, &self.source.image);
         let dir = pool.open_dir()?;
         let opened = pool.open_image_in(dir.as_fd(), image, !options.read_only);
-        let file = opened.or_else(|error| {
+        let (file, _) = opened.or_else(|error| {
             // An image that is missing while the pool is away is not gone.
             pool.check_scope()?;
             Err(error)
         })?;
         let (claimed, before) = claim::claim_in(pool, dir.as_fd(), image, &self.claim(options))?;
         drop(dir);
-        let looked = match pool.stat_image(image, &file) {
+        let stat = match fstat(&file) {
+            Ok(stat) if stat.st_nlink > 0 => stat,
             // Its deletion was complete before the claim.
-            Ok(stat) if stat.st_nlink == 0 => Err(PoolError::NoImage {
-                pool: pool.name.clone(),
-                image: image.clone(),
-            }),
-            looked => looked,
+            looked => {
+                let gone = PoolError::NoImage {
+                    pool: pool.name.clone(),
+                    image: image.clone(),
+                };
+                let looked = looked.map_err(|errno| pool.io("look at", Path::new(image), errno));
+                if claimed == Done::Now {
+                    claim::put_back(pool, image, &self.images.node_id, before)?;
+                }
+                return Err(looked.map_or_else(|error| error, |_| gone).into());
+            }
         };
-        if looked.is_err() && claimed == Done::Now {
-            claim::put_back(pool, image, &self.images.node_id, before.clone())?;
-        }
-        let stat = looked?;
         let format_marker = Arc::new(PoolFormatMarker(pool.clone(), image.clone()));
         if options.gives_out_raw() {
             format_marker.clear()?;

@@ -3,7 +3,7 @@ use std::{fs::File, sync::Barrier, thread};
 use rustix::mount::{MountFlags, mount};
 
 use super::*;
-use crate::{device::Fencing, mount::testing::MountScratch, secret::Secrets};
+use crate::mount::testing::MountScratch;
 
 const MIB: u64 = 1 << 20;
 
@@ -88,27 +88,4 @@ fn a_growth_and_an_inline_volume_count_each_others_space() {
         assert_eq!(done, Done::Now);
         Ok(())
     });
-}
-
-#[test]
-fn what_is_no_regular_file_is_neither_attached_nor_claimed() {
-    let scratch = MountScratch::new();
-    let images = images(&scratch);
-    std::fs::create_dir(scratch.path().join("directory")).expect("made");
-    let source = ImageSource::new("main", "directory");
-    let options = AttachOptions {
-        read_only: true,
-        shared: false,
-        purpose: Purpose::Mount,
-        volume_id: "v".to_owned(),
-        known: None,
-        staged: false,
-        fencing: Fencing::Off,
-        secrets: Secrets::default(),
-    };
-    let error = images.bind(&source).attach(&options).expect_err("refused");
-    let is_its_kind = matches!(error, DeviceError::Pool(PoolError::BadName { .. }));
-    assert!(is_its_kind, "{error}");
-    let pool = images.pools.get("main").expect("there");
-    assert!(claim::owners(pool, "directory").expect("read").is_empty());
 }
