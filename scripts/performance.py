@@ -35,7 +35,7 @@ def cells(line):
 
 
 def row(these):
-    return f"| {' | '.join(these)} |"
+    return f"| {' | '.join(these)} |".replace("|  |", "| |")
 
 
 class Run:
@@ -155,8 +155,9 @@ def main():
         if run.volumes:
             text = replaced(text, f"volumes {run.backend}", lambda _, run=run: [run.where(), "", *run.volumes])
         text = with_aims(text, run.measured)
+    readme = with_ratios(text)
     DOCUMENT.write_text(text)
-    README.write_text(with_ratios(text))
+    README.write_text(readme)
 
 
 main()

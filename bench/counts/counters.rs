@@ -26,9 +26,9 @@ pub struct Count {
     pub switches: u64,
 }
 
-/// By how many calls two runs of one build differ at most: those of one more wakeup of a
-/// thread.
-const ROOM: u64 = 5;
+/// By how many calls two runs of one build differ at most: those of two more wakeups of
+/// threads, on a loaded machine.
+const ROOM: u64 = 6;
 
 impl Count {
     /// Whether this is more than `expected`, and by more than two runs of one build differ.

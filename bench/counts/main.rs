@@ -4,7 +4,7 @@
 //! and the lowest decile is taken: the agent's timers, and the moments at which it and
 //! its caller are scheduled, add to the counts of some runs.
 //!
-//! `make counts` fails if a case takes over five system calls more or fewer than
+//! `make counts` fails if a case takes over six system calls more or fewer than
 //! `bench/counts/counts.txt` says, or is missing: a change that makes more calls has to be
 //! justified, and one that makes fewer updates the file (`UPDATE=1`). The file has the counts
 //! of a node without other volumes; those of a node with 100 others, or `VOLUMES=1000`, must

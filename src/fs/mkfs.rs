@@ -19,7 +19,11 @@
 
 mod allowed;
 
-use std::path::Path;
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 use super::{CommandLine, FsType};
 use allowed::Grammar;
@@ -64,9 +68,54 @@ pub enum MkfsOptionError {
 /// All features of a new ext4. mke2fs 1.47 adds orphan_file, which Linux before 5.15
 /// does not mount, and metadata_csum_seed; and a distribution's mke2fs.conf may have others.
 const EXT4_FEATURES: &str = "none,has_journal,ext_attr,resize_inode,dir_index,filetype,extent,64bit,flex_bg,sparse_super,large_file,huge_file,dir_nlink,extra_isize,metadata_csum";
-/// The options of the features that mkfs.xfs has turned on since 6.1. Linux before 5.19 does
-/// not mount nrext64.
-const XFS_LATER_FEATURES: [(&str, &str); 2] = [("-i", "nrext64"), ("-m", "rmapbt")];
+/// The options of the features that mkfs.xfs has turned on since 6.1, with a release that knows
+/// them. Linux before 5.19 does not mount nrext64, nor Linux before 6.10 exchange and parent.
+const XFS_LATER_FEATURES: [(&str, &str, Release); 4] = [
+    ("-i", "nrext64", (5, 19)),
+    ("-m", "rmapbt", (0, 0)),
+    ("-i", "exchange", (6, 13)),
+    ("-n", "parent", (6, 13)),
+];
+
+/// The release of a program: its first two numbers.
+pub type Release = (u32, u32);
+
+/// The releases that [`release_command`] told.
+static RELEASES: Mutex<BTreeMap<&'static str, Release>> = Mutex::new(BTreeMap::new());
+
+/// The command that tells the release of the program that makes this file system, for
+/// [`note_release`]; `None` where it is known, or makes no difference.
+pub fn release_command(fs: FsType) -> Option<CommandLine> {
+    let program = match fs {
+        FsType::Ext4 => return None,
+        FsType::Xfs => "mkfs.xfs",
+        FsType::Btrfs => "mkfs.btrfs",
+    };
+    let known = releases().contains_key(program);
+    let args = vec!["-V".to_owned()];
+    (!known).then_some(CommandLine { program, args })
+}
+
+/// Takes the release from the output of [`release_command`], such as
+/// `mkfs.xfs version 6.1.0` or `mkfs.btrfs, part of btrfs-progs v6.2`.
+pub fn note_release(program: &'static str, output: &str) {
+    if let Some(release) = output.split_whitespace().find_map(parse_release) {
+        releases().insert(program, release);
+    }
+}
+
+fn parse_release(word: &str) -> Option<Release> {
+    let mut numbers = word.trim_start_matches('v').split('.');
+    let number = |text: &str| text.parse().ok();
+    Some((
+        numbers.next().and_then(number)?,
+        numbers.next().and_then(number)?,
+    ))
+}
+
+fn releases() -> MutexGuard<'static, BTreeMap<&'static str, Release>> {
+    RELEASES.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The command line that makes a file system. `options` come from [`parse_options`]; if
 /// there are none, the defaults apply. `reads_as_zero`: every block of the device reads
@@ -114,15 +163,25 @@ fn features(fs: FsType, options: &[String]) -> Vec<String> {
     match fs {
         // A later -O adds to these, or takes from them.
         FsType::Ext4 => ["-O", EXT4_FEATURES].map(str::to_owned).into(),
-        // mkfs.xfs refuses a suboption that is given twice.
+        // mkfs.xfs refuses a suboption that is given twice, and one that it does not know.
         FsType::Xfs => XFS_LATER_FEATURES
             .iter()
-            .filter(|(option, part)| !has_part(options, option, part))
-            .flat_map(|(option, part)| [(*option).to_owned(), format!("{part}=0")])
+            .filter(|(option, part, since)| {
+                is_since("mkfs.xfs", *since) && !has_part(options, option, part)
+            })
+            .flat_map(|(option, part, _)| [(*option).to_owned(), format!("{part}=0")])
             .collect(),
-        // Its programs' releases 6.2 to 6.14 have the same defaults.
+        // On by default since 6.19; Linux before 6.1 mounts it read-only. A later -O adds it.
+        FsType::Btrfs if is_since("mkfs.btrfs", (6, 14)) => {
+            ["-O", "^block-group-tree"].map(str::to_owned).into()
+        }
         FsType::Btrfs => Vec::new(),
     }
+}
+
+fn is_since(program: &str, since: Release) -> bool {
+    let release = releases().get(program).copied();
+    release.unwrap_or_default() >= since
 }
 
 /// Whether the options, of [`parse_options`], have that suboption.

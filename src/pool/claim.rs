@@ -207,11 +207,12 @@ fn made() -> MutexGuard<'static, BTreeMap<PathBuf, (FileStamp, Claim)>> {
 /// A node's claim of an image, of any boot.
 pub fn own(pool: &Pool, image: &str, node_id: &str) -> Result<Option<Claim>, ClaimError> {
     let path = marker_path(pool, image, node_id);
-    let made = made().get(&path).cloned();
-    if let Some((stamp, claim)) = made
-        && FileStamp::of(CWD, &path) == Ok(stamp)
-    {
-        return Ok(Some(claim));
+    let mine = made().get(&path).cloned();
+    if let Some((stamp, claim)) = mine {
+        if FileStamp::of(CWD, &path) == Ok(stamp) {
+            return Ok(Some(claim));
+        }
+        made().remove(&path);
     }
     let marker = read(pool, &path)?;
     Ok(marker.map(|marker| marker.claim))

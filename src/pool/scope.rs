@@ -40,8 +40,9 @@ static SEEN: Mutex<BTreeMap<PathBuf, SeenScope>> = Mutex::new(BTreeMap::new());
 struct SeenScope {
     /// The directory (`st_dev`, `st_ino`) of its pool.
     at: (u64, u64),
-    /// The file. That of another scope has another length, also within one tick of the clock.
-    file: FileStamp,
+    /// The file, where it is as [`Pool::initialize`] writes it: that of another scope then has
+    /// another length, also within one tick of the clock.
+    file: Option<FileStamp>,
     scope: Scope,
 }
 
@@ -101,10 +102,14 @@ impl Pool {
     fn scope_in_use(&self, dir: BorrowedFd<'_>) -> Result<Option<Scope>, PoolError> {
         let seen = || SEEN.lock().unwrap_or_else(PoisonError::into_inner);
         let before = seen().get(&self.dir).copied();
-        if let Some(before) = before
-            && FileStamp::of(dir, &Path::new(META).join(SCOPE)) == Ok(before.file)
+        if let Some(SeenScope {
+            file: Some(file),
+            scope,
+            ..
+        }) = before
+            && FileStamp::of(dir, &Path::new(META).join(SCOPE)) == Ok(file)
         {
-            return Ok(Some(before.scope));
+            return Ok(Some(scope));
         }
         let stat = fstat(dir).map_err(|errno| self.io("look at", &self.dir, errno))?;
         let at = (stat.st_dev, stat.st_ino);
@@ -134,8 +139,12 @@ impl Pool {
         self.meta_path(SCOPE)
     }
 
-    /// What the scope file holds, and the file as it was before it was read.
-    fn read_scope(&self, dir: BorrowedFd<'_>) -> Result<Option<(Scope, FileStamp)>, PoolError> {
+    /// What the scope file holds, and the file as it was before it was read, if it is as
+    /// [`Pool::initialize`] writes it.
+    fn read_scope(
+        &self,
+        dir: BorrowedFd<'_>,
+    ) -> Result<Option<(Scope, Option<FileStamp>)>, PoolError> {
         let path = self.scope_path();
         let file = Path::new(META).join(SCOPE);
         let file = match openat(dir, file, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
@@ -157,7 +166,8 @@ impl Pool {
                 return Err(self.io("read", &path, io::Error::other(why)));
             }
         };
-        Ok(Some((found, looked)))
+        let is_as_written = text == format!("{found}\n").as_bytes();
+        Ok(Some((found, is_as_written.then_some(looked))))
     }
 }
 

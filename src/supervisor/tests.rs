@@ -8,6 +8,7 @@ use std::{
     os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
     pin::pin,
+    task::Poll,
     time::{Duration, Instant},
 };
 
@@ -434,9 +435,16 @@ fn growth_replaces_only_a_daemon_that_does_not_resize_its_device() {
         let resizing = scope.spawn(|| test.resize("96M"));
         let info = || test.cluster.rbd(&["info", &test.spec.name()]);
         supervisor.until("the image's size", || info().contains("96 MiB"));
-        signal(before, Signal::CONT);
         let grown = supervisor.keeper.grow(&test.spec.volume_id, 96 << 20);
-        assert_eq!(supervisor.runtime.block_on(grown).unwrap(), 96 << 20);
+        let grown = supervisor.runtime.block_on(async {
+            // Asked before the daemon hears of it.
+            let mut grown = pin!(grown);
+            let asked = std::future::poll_fn(|cx| Poll::Ready(grown.as_mut().poll(cx)));
+            assert!(asked.await.is_pending());
+            signal(before, Signal::CONT);
+            grown.await
+        });
+        assert_eq!(grown.unwrap(), 96 << 20);
         resizing.join().unwrap();
     });
     let after = supervisor.status(&test).pid;

@@ -280,6 +280,10 @@ impl Preparing<'_> {
 
     /// Makes a file system, with a durable format marker around it.
     pub async fn make(self, fs: FsType, options: &[String]) -> Result<(), Cause> {
+        if let Some(command) = mkfs::release_command(fs) {
+            let told = self.run(&command, Run::Mkfs, |exit| Ok(exit.output));
+            mkfs::note_release(command.program, &told.await?);
+        }
         let zeros = self.marked(|marker, id| {
             let bound = self.cx.node.backends.bind(&self.record.source);
             let zeros = bound.reads_as_zero()?;

@@ -2,6 +2,7 @@ use std::{
     collections::BTreeSet,
     fs::File,
     io::{Read, Seek, Write},
+    os::unix::fs::OpenOptionsExt as _,
     process::Command,
     thread,
 };
@@ -54,8 +55,16 @@ fn the_read_only_mark_of_an_earlier_image_is_cleared() {
     let control = loopctl::control().unwrap();
     // As above.
     let number = 1_000_000 + std::process::id() % 40_000;
-    loopctl::add(control, number).unwrap();
-    let node = once_made(|| File::open(node_of(number))).unwrap();
+    if sysfs::dev_of(&format!("loop{number}")).is_err() {
+        loopctl::add(control, number).unwrap();
+    }
+    // Exclusively: no test beside this one may attach an image to a device with the mark.
+    let open = || {
+        let mut options = File::options();
+        options.read(true).custom_flags(libc::O_EXCL);
+        options.open(node_of(number))
+    };
+    let node = once_made(open).unwrap();
     block::set_read_only(&node, true).unwrap();
     drop(node);
     let image = Scratch::image(MIB);

@@ -21,7 +21,7 @@ const CHOOSE_WITHIN: Duration = Duration::from_secs(20);
 const LATE_AFTER: Duration = Duration::from_millis(if cfg!(test) { 300 } else { 10_000 });
 /// How long a daemon that resizes its device itself may take to do so, before another is
 /// started for it.
-const FOLLOWS_WITHIN: Duration = Duration::from_secs(1);
+const FOLLOWS_WITHIN: Duration = Duration::from_secs(if cfg!(test) { 60 } else { 1 });
 /// The longest time until a device is detached after its daemon.
 const GONE_WITHIN: Duration = Duration::from_secs(20);
 
