@@ -175,7 +175,7 @@ start_nfs_server() {
   ganesha.nfsd -F -f "$work/ganesha.conf" -p "$work/ganesha.pid" -L "$work/ganesha.log" &
   nfs_server=$!
   pids+=("$nfs_server")
-  until_listening "$nfs_server" "$nfs_port"
+  until_true "$nfs_server" listens "$nfs_port"
 }
 
 # Its process id is then the last of `pids`.
@@ -204,26 +204,20 @@ start_agents() {
   until_there "${pids[-2]}" "$work/run/node.sock"
 }
 
-# Waits until the process listens on the port, and fails if it has ended.
-until_listening() {
-  local pid=$1 port=$2
+# Waits until the command succeeds, and fails if that process has ended.
+until_true() {
+  local pid=$1
+  shift
   for _ in {1..300}; do
-    if (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then return; fi
+    if "$@"; then return; fi
     kill -0 "$pid" || return 1
     sleep 0.1
   done
-  echo "nothing listens on port $port after half a minute" >&2
+  echo "not after half a minute: $*" >&2
   return 1
 }
 
-# Waits for the file, and fails if the process that makes it has ended.
-until_there() {
-  local pid=$1 file=$2
-  for _ in {1..300}; do
-    if [[ -e $file ]]; then return; fi
-    kill -0 "$pid" || return 1
-    sleep 0.1
-  done
-  echo "$file is not there after half a minute" >&2
-  return 1
-}
+listens() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+
+# Waits for the file, which the process makes.
+until_there() { until_true "$1" test -e "$2"; }

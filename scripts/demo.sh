@@ -33,14 +33,6 @@ id_of() {
 
 is_away() { [[ $(uringctl health 2>/dev/null || true) == *ServerAway* ]]; }
 is_well() { uringctl health >/dev/null 2>&1; }
-until_true() {
-  for _ in {1..300}; do
-    if "$@"; then return; fi
-    sleep 0.1
-  done
-  echo "not after half a minute: $*" >&2
-  return 1
-}
 
 title "Start a node agent and a controller"
 start_agents
@@ -99,13 +91,13 @@ if [[ $BACKEND == nbd ]]; then
   show kill -9 "$nbd_server"
   (echo "written while the server was away" >>"$work/mnt/data/story" && sync -f "$work/mnt/data") &
   write=$!
-  until_true is_away
+  until_true $$ is_away
   show_refused uringctl health
 
   title "The NBD server returns: the node reconnects by itself"
   start_nbd_server
   show wait "$write"
-  until_true is_well
+  until_true $$ is_well
   show uringctl health
   show cat "$work/mnt/data/story"
 fi

@@ -19,7 +19,7 @@ use super::{
     error::{DeviceError, io, not_encrypted},
     format_markers::NodeFormatMarkers,
     in_use,
-    loop_attach::clear_read_only_mark,
+    loop_attach::clear_left_mark,
     luks,
 };
 use crate::{
@@ -390,9 +390,7 @@ impl BackendVolume for BoundCephImage<'_> {
     fn detach(&self, device: &Device, _: &str, purpose: Purpose) -> Result<Detached, DeviceError> {
         // The mapping's number may have gone to another image.
         if self.source.is_behind(device.dev) {
-            if purpose == Purpose::Raw && device.still_matches() {
-                clear_read_only_mark(device)?;
-            }
+            clear_left_mark(device, purpose)?;
             if let Some(mapping) = luks::mapping_of(device.dev) {
                 let _ = luks::close(&mapping.name).map_err(CephImageError::from)?;
             }

@@ -11,7 +11,7 @@ use super::{
     error::{DeviceError, io},
     format_markers::NodeFormatMarkers,
     in_use,
-    loop_attach::clear_read_only_mark,
+    loop_attach::clear_left_mark,
     nbd::{self, Identifier, Links},
 };
 use crate::{
@@ -296,9 +296,7 @@ impl BackendVolume for BoundExport<'_> {
         volume_id: &str,
         purpose: Purpose,
     ) -> Result<Detached, DeviceError> {
-        if purpose == Purpose::Raw && device.still_matches() {
-            clear_read_only_mark(device)?;
-        }
+        clear_left_mark(device, purpose)?;
         let links = &self.exports.links;
         Ok(links.detach(&self.identifier(volume_id), &block_of(device))?)
     }

@@ -9,7 +9,7 @@ use rustix::{
 };
 
 use super::{
-    AttachOptions, Backing, Device, ImageSource,
+    AttachOptions, Backing, Device, ImageSource, Purpose,
     error::{DeviceError, io},
     in_use,
     loopdev::{self, AttachedLoop, FileId, LoopDevice, LoopOptions},
@@ -100,11 +100,20 @@ const SMALLEST: u64 = 512;
 
 /// Clears the mark of [`set_read_only`], which belongs to the device's number and outlives
 /// the image that it was set for.
-pub fn clear_read_only_mark(device: &Device) -> Result<(), DeviceError> {
+fn clear_read_only_mark(device: &Device) -> Result<(), DeviceError> {
     if device.read_only {
         return Ok(());
     }
     set_read_only(device, false)
+}
+
+/// Clears that mark before a detach, from a device that still is the volume's. Raw volumes
+/// alone are published by it.
+pub fn clear_left_mark(device: &Device, purpose: Purpose) -> Result<(), DeviceError> {
+    if purpose != Purpose::Raw || !device.still_matches() {
+        return Ok(());
+    }
+    clear_read_only_mark(device)
 }
 
 /// Makes the whole device refuse writes, or take them again.

@@ -86,14 +86,18 @@ static RELEASES: Mutex<BTreeMap<&'static str, Release>> = Mutex::new(BTreeMap::n
 /// The command that tells the release of the program that makes this file system, for
 /// [`note_release`]; `None` where it is known, or makes no difference.
 pub fn release_command(fs: FsType) -> Option<CommandLine> {
-    let program = match fs {
-        FsType::Ext4 => return None,
+    let program = program(fs);
+    let args = vec!["-V".to_owned()];
+    (fs != FsType::Ext4 && !releases().contains_key(program))
+        .then_some(CommandLine { program, args })
+}
+
+fn program(fs: FsType) -> &'static str {
+    match fs {
+        FsType::Ext4 => "mkfs.ext4",
         FsType::Xfs => "mkfs.xfs",
         FsType::Btrfs => "mkfs.btrfs",
-    };
-    let known = releases().contains_key(program);
-    let args = vec!["-V".to_owned()];
-    (!known).then_some(CommandLine { program, args })
+    }
 }
 
 /// Takes the release from the output of [`release_command`], such as
@@ -127,22 +131,15 @@ pub fn command(
     reads_as_zero: bool,
     encrypts_files: bool,
 ) -> CommandLine {
-    let (program, defaults): (_, &[&str]) = match (fs, reads_as_zero) {
-        (FsType::Ext4, true) => (
-            "mkfs.ext4",
-            &[
-                "-m",
-                "0",
-                "-E",
-                "nodiscard,lazy_itable_init=1,lazy_journal_init=1,assume_storage_prezeroed=1",
-            ],
-        ),
-        (FsType::Ext4, false) => (
-            "mkfs.ext4",
-            &["-m", "0", "-E", "nodiscard,lazy_itable_init=1"],
-        ),
-        (FsType::Xfs, _) => ("mkfs.xfs", &["-K"]),
-        (FsType::Btrfs, _) => ("mkfs.btrfs", &["-K"]),
+    let defaults: &[&str] = match (fs, reads_as_zero) {
+        (FsType::Ext4, true) => &[
+            "-m",
+            "0",
+            "-E",
+            "nodiscard,lazy_itable_init=1,lazy_journal_init=1,assume_storage_prezeroed=1",
+        ],
+        (FsType::Ext4, false) => &["-m", "0", "-E", "nodiscard,lazy_itable_init=1"],
+        (FsType::Xfs | FsType::Btrfs, _) => &["-K"],
     };
     let mut args = vec![Grammar::of(fs).force_flag(), "-q".to_owned()];
     args.extend(features(fs, options));
@@ -155,7 +152,10 @@ pub fn command(
         args.extend(["-O", "encrypt"].map(str::to_owned));
     }
     args.push(device.display().to_string());
-    CommandLine { program, args }
+    CommandLine {
+        program: program(fs),
+        args,
+    }
 }
 
 /// The options that set the features, as far as `options` does not.
@@ -167,34 +167,32 @@ fn features(fs: FsType, options: &[String]) -> Vec<String> {
         FsType::Xfs => XFS_LATER_FEATURES
             .iter()
             .filter(|(option, part, since)| {
-                is_since("mkfs.xfs", *since) && !has_part(options, option, part)
+                is_since(fs, *since) && !has_part(options, option, part)
             })
             .flat_map(|(option, part, _)| [(*option).to_owned(), format!("{part}=0")])
             .collect(),
         // On by default since 6.19; Linux before 6.1 mounts it read-only. A later -O adds it.
-        FsType::Btrfs if is_since("mkfs.btrfs", (6, 14)) => {
+        FsType::Btrfs if is_since(fs, (6, 14)) => {
             ["-O", "^block-group-tree"].map(str::to_owned).into()
         }
         FsType::Btrfs => Vec::new(),
     }
 }
 
-fn is_since(program: &str, since: Release) -> bool {
-    let release = releases().get(program).copied();
+fn is_since(fs: FsType, since: Release) -> bool {
+    let release = releases().get(program(fs)).copied();
     release.unwrap_or_default() >= since
 }
 
 /// Whether the options, of [`parse_options`], have that suboption.
 fn has_part(options: &[String], option: &str, part: &str) -> bool {
-    let values = options.iter().skip(1);
-    let mut pairs = options
-        .iter()
-        .zip(values)
-        .filter(|(name, _)| *name == option);
-    pairs.any(|(_, value)| {
+    let is_named = |value: &str| {
         let mut parts = value.split(',');
         parts.any(|one| one.split('=').next() == Some(part))
-    })
+    };
+    options
+        .windows(2)
+        .any(|pair| pair[0] == option && is_named(&pair[1]))
 }
 
 /// Parses `mkfsOptions` into arguments for [`command`]: each option a word of its own,

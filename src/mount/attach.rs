@@ -195,43 +195,54 @@ impl MountError {
 /// Mounts `new` at `at`, on top of any mount there. Reads and writes the device, and
 /// can hang with it.
 pub fn mount(new: &NewMount<'_>, at: &SafePath) -> Result<Mounted, MountError> {
-    mount_looked_at(new, at, |mount| {
-        let looked = PathKind::of(mount).map_err(failed("look at the new mount for", at))?;
-        let PathKind::Mount(mounted) = looked else {
-            unreachable!(
-                "a detached mount is the root of one, not {}",
-                looked.describe()
-            );
-        };
-        Ok((mounted, mounted.directory))
-    })
+    let made = Made::new(new)?;
+    let looked = PathKind::of(made.mount.as_fd());
+    let looked = looked.map_err(failed("look at the new mount for", at))?;
+    let PathKind::Mount(mounted) = looked else {
+        unreachable!(
+            "a detached mount is the root of one, not {}",
+            looked.describe()
+        );
+    };
+    made.move_to(mounted.directory, at)?;
+    Ok(mounted)
 }
 
 /// [`mount`] of a file system whose root is always a directory, and is not looked at.
 pub fn mount_directory(new: &NewMount<'_>, at: &SafePath) -> Result<(), MountError> {
-    mount_looked_at(new, at, |_| Ok(((), true)))
+    Made::new(new)?.move_to(true, at)
 }
 
-/// `look` returns what to return, and whether the mount's root is a directory.
-fn mount_looked_at<T>(
-    new: &NewMount<'_>,
-    at: &SafePath,
-    look: impl FnOnce(BorrowedFd<'_>) -> Result<(T, bool), MountError>,
-) -> Result<T, MountError> {
-    // The superblock of a device that is mounted already has all options if none is asked for.
-    let shared = new.options.fs_options().len() > 0 && is_in_exclusive_use(new.source);
-    let is_busy = |made: &Result<_, MountError>| matches!(made, Err(MountError::Busy { .. }));
-    let mount = retry_while_busy(|| create(new), is_busy)?;
-    let (looked, directory) = look(mount.as_fd())?;
-    move_to(&mount, directory, at)?;
-    drop(mount);
-    if shared && let Some(missing) = not_in_force(new.options, at)? {
-        let path = at.path().to_owned();
-        let _ = unmount(at).map_err(|source| MountError::UndoFailed { path, source })?;
-        let device = new.source.to_owned();
-        return Err(MountError::OtherOptions { device, missing });
+/// A mount that is at no path yet.
+struct Made<'a> {
+    new: &'a NewMount<'a>,
+    mount: OwnedFd,
+    /// Its device was mounted already.
+    shared: bool,
+}
+
+impl<'a> Made<'a> {
+    fn new(new: &'a NewMount<'a>) -> Result<Self, MountError> {
+        // The superblock of a device that is mounted already has all options if none is asked for.
+        let shared = new.options.fs_options().len() > 0 && is_in_exclusive_use(new.source);
+        let is_busy = |made: &Result<_, MountError>| matches!(made, Err(MountError::Busy { .. }));
+        let mount = retry_while_busy(|| create(new), is_busy)?;
+        Ok(Self { new, mount, shared })
     }
-    Ok(looked)
+
+    /// Moves it to `at`. `directory`: whether its root is one.
+    fn move_to(self, directory: bool, at: &SafePath) -> Result<(), MountError> {
+        let Self { new, mount, shared } = self;
+        move_to(&mount, directory, at)?;
+        drop(mount);
+        if shared && let Some(missing) = not_in_force(new.options, at)? {
+            let path = at.path().to_owned();
+            let _ = unmount(at).map_err(|source| MountError::UndoFailed { path, source })?;
+            let device = new.source.to_owned();
+            return Err(MountError::OtherOptions { device, missing });
+        }
+        Ok(())
+    }
 }
 
 /// Moves a detached mount, of a directory or of a file, to `at`, on top of any mount there.
