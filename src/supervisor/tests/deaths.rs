@@ -2,13 +2,14 @@
 
 use std::{
     fs::{self, File},
+    os::unix::fs::MetadataExt as _,
     path::Path,
     time::Instant,
 };
 
 use rustix::{
     fs::{FlockOperation, flock},
-    process::Signal,
+    process::{Pid, Signal, WaitId, WaitIdOptions, waitid},
 };
 
 use super::{MIB, Test, assert_holds, signal, write, wrong_key};
@@ -113,6 +114,17 @@ fn may_be_scanned(node: &Path) -> bool {
     flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
 }
 
+/// Whether a process waits to lock it exclusively (`/proc/locks`, proc(5)).
+fn is_to_be_locked(file: &File) -> bool {
+    let inode = format!(":{}", file.metadata().unwrap().ino());
+    let locks = fs::read_to_string("/proc/locks").unwrap();
+    let mut waiting = locks.lines().filter(|line| line.contains("-> FLOCK"));
+    waiting.any(|line| {
+        let mut fields = line.split_ascii_whitespace();
+        fields.any(|field| field == "WRITE") && fields.any(|field| field.ends_with(&inode))
+    })
+}
+
 #[test]
 fn a_key_that_worked_is_kept_until_another_has() {
     let Some(test) = Test::new("keys") else {
@@ -144,11 +156,15 @@ fn a_failed_restart_is_reported_and_retried_with_udevd_locked_out() {
     let (node, _) = test.map(&supervisor).unwrap();
     let pid = supervisor.status(&test).pid;
     drop(supervisor);
-    // It would wait for the device, were it about to look just now.
+    // The death of the daemon makes udevd look, which would then wait for the device: it is
+    // kept off until the supervisor is next to lock it.
     let lock = File::open(&node).unwrap();
     flock(&lock, FlockOperation::LockExclusive).unwrap();
     kill(pid);
+    let ended = WaitId::Pid(Pid::from_raw(pid.unwrap()).unwrap());
+    waitid(ended, WaitIdOptions::EXITED).unwrap();
     let supervisor = test.supervisor();
+    supervisor.until("it waits for the lock", || is_to_be_locked(&lock));
     drop(lock);
     supervisor.until("udevd is kept off", || !may_be_looked_at(&node));
 
