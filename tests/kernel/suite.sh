@@ -35,17 +35,30 @@ waiting() {
 export -f waiting
 
 # Tests that did nothing here, and the reasons (tests/testkit/src/skipped.rs).
-not_tested=$(mktemp -d)
-trap 'rm -rf "$not_tested"' EXIT
-export not_tested
+not_tested=$(mktemp -d) outputs=$(mktemp -d)
+trap 'rm -rf "$not_tested" "$outputs"' EXIT
+export not_tested outputs
 
 # Runs one test, in its own process: in a shared one, a child of one test inherits the
 # descriptors of all others until its exec, and keeps closed devices busy. Prints the
-# test's output only if it fails.
+# test's output only if it fails. One that takes too long is killed, and left alone if it
+# waits for a device and cannot be killed.
 one() {
-  local binary=$1 name=$2 start=${EPOCHREALTIME/./} said code=0 time
-  local why=$not_tested/$name
-  said=$(NOT_TESTED=$why timeout -k 5 "$longest" "$binary" --include-ignored --exact "$name" 2>&1) || code=$?
+  local binary=$1 name=$2 start=${EPOCHREALTIME/./} code=0 time test timer ended
+  local why=$not_tested/$name said=$outputs/$name
+  NOT_TESTED=$why "$binary" --include-ignored --exact "$name" >"$said" 2>&1 &
+  test=$!
+  sleep "$longest" &
+  timer=$!
+  wait -n -p ended "$test" "$timer" || code=$?
+  if ((ended == timer)); then
+    code=137
+    kill -KILL "$test"
+    sleep 5 &
+    wait -n -p ended "$test" "$!" || true
+    ((ended == test)) || echo "the test cannot be killed" >>"$said"
+  fi
+  kill "$timer" 2>/dev/null || true
   time=$(((${EPOCHREALTIME/./} - start) / 1000))
   if ((code == 0)) && [[ -s $why ]]; then
     return
@@ -53,14 +66,15 @@ one() {
     printf 'ok     %6d ms  %s\n' "$time" "$name"
     return
   fi
-  printf 'FAILED %6d ms  %s (exit code %d)\n%s\n' "$time" "$name" "$code" "$said"
-  case $code in 124 | 137) waiting ;; esac
+  printf 'FAILED %6d ms  %s (exit code %d)\n' "$time" "$name" "$code"
+  cat "$said"
+  ((code != 137)) || waiting
   # Repeats the panic at the end, for readers of only the last lines.
-  grep -A 3 '^thread .* panicked at' <<<"$said" || true
+  grep -A 3 '^thread .* panicked at' "$said" || true
   return 1
 }
 export -f one
-# A test that takes longer exits with 124, or with 137 if it had to be killed.
+# In seconds. A test that takes longer exits with 137.
 export longest=600
 # A test with every file system, or with every step at which an agent may be killed.
 [[ -z ${EVERY_FS:-} ]] || longest=1800
