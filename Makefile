@@ -1,6 +1,12 @@
 # As root on Debian or Ubuntu, each target installs its missing packages
 # (scripts/setup.sh).
 
+# The demos take what is built, or else the quickest build.
+ifneq ($(filter demo run,$(MAKECMDGOALS)),)
+ifeq ($(wildcard $(or $(CARGO_TARGET_DIR),target)/debug/uringctl),)
+PROFILE ?= demo
+endif
+endif
 PROFILE ?= dev
 BIN_DIR := $(or $(CARGO_TARGET_DIR),target)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 export BIN_DIR
@@ -72,7 +78,7 @@ export ONLY QUICK BACKEND HOST_KERNEL TEST_KERNEL
 test-matrix: setup ## Test on several kernels and releases of Ceph: takes hours
 	@tests/kernel/matrix.sh
 
-# SUITE=bookworm or trixie: only this one.
+# SUITE=bookworm or trixie: only this one; ONLY=demo: only the demos.
 fresh: ## Run the commands of docs/start.md on a minimal Debian
 	@scripts/fresh.sh $(SUITE)
 

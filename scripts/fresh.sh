@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # fresh.sh [SUITE...]: runs the commands of docs/start.md, `make demo` and `make test`, as on a
 # fresh machine: in a root file system of that Debian suite (bookworm and trixie) with
-# only the essential packages and apt. Uncommitted changes are included.
+# only the essential packages and apt. Uncommitted changes are included. With ONLY=demo it
+# runs only the demos.
 #
 # The kernel is this machine's. So are the Rust toolchain and the sources of crates,
 # because both suites' Rust is too old: the toolchain is mounted read-only into the
@@ -42,13 +43,14 @@ inside() {
   fi
   enter_root "$root" toolchain_and_registry
   # The commands of docs/start.md, in its order.
-  env -i HOME=/root TERM="${TERM:-dumb}" PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/rust/bin \
+  env -i HOME=/root ONLY="${ONLY:-}" TERM="${TERM:-dumb}" PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/rust/bin \
     chroot . bash -euc '
     cd /root/uring-csi
     { apt-get update && apt-get install -y make git; } >/dev/null
-    make demo
+    TIMEFORMAT="make demo: %0R s"
+    time make demo
     make demo FAULTS=1
-    make --keep-going test'
+    [[ ${ONLY:-} == demo ]] || make --keep-going test'
 }
 export -f debian_mirror make_root enter_root toolchain_and_registry inside
 
