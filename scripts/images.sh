@@ -81,6 +81,15 @@ list_packages() {
   podman image unmount "$name" >/dev/null
 }
 
+for arch; do
+  [[ $arch == "$native" ]] || arch-test "$arch" >/dev/null || {
+    echo "images: this machine runs no programs of $arch; register qemu-user-static, by" \
+      "systemd-binfmt, or where systemd does not run by" \
+      "'mount -t binfmt_misc binfmt_misc /proc/sys/fs/binfmt_misc' and" \
+      "'cat /usr/lib/binfmt.d/qemu-*.conf >/proc/sys/fs/binfmt_misc/register'" >&2
+    exit 1
+  }
+done
 # The build runs on this machine for every architecture.
 use_debian "$native"
 podman image exists "$rust" || make_rust

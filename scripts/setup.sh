@@ -25,8 +25,8 @@ set -euo pipefail
   # User-Mode Linux, for kernels without the backend's driver.
   kernel=(busybox-static patchelf udev)
   run=(e2fsprogs btrfs-progs)
-  # qemu-user-static is for images of another architecture.
-  images=(buildah podman crun mmdebstrap python3-venv qemu-user-static)
+  # arch-test and qemu-user-static are for images of another architecture.
+  images=(buildah podman crun mmdebstrap python3-venv arch-test qemu-user-static)
   # strace is for the benches, python3-venv for the manifests, OpenBao and PyKMIP.
   test=(fdisk fscrypt openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace)
 }
