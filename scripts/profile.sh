@@ -20,15 +20,15 @@ start_agents
 node=${pids[-2]}
 bench=(uringctl bench run --create 16 --kubelet-dir "$work/kubelet")
 # The first cycles make the file systems.
-perf record --quiet --pid "$node" --freq 4999 --event cpu-clock --call-graph dwarf,16384 \
+perf record --quiet --pid "$node" --freq 4999 --event cpu-clock --call-graph dwarf,65528 \
   --output "$work/perf.data" &
 perf=$!
 "${bench[@]}" --callers "${CALLERS:-1}" --duration "${SECONDS_LONG:-10}s"
 kill -INT "$perf"
 wait "$perf" || true
-perf script --input "$work/perf.data" 2>/dev/null >"$work/stacks"
+perf script --no-inline --input "$work/perf.data" 2>/dev/null >"$work/stacks"
 inferno-collapse-perf "$work/stacks" >"$work/folded"
-# What has less than 0.8 % would make most of the file.
-inferno-flamegraph --minwidth 0.8 --title "uring-csi-node: lives of formatted volumes" \
+# What has less than 0.5 % would make most of the file.
+inferno-flamegraph --minwidth 0.5 --title "uring-csi-node: lives of formatted volumes" \
   --subtitle "time on the CPU, samples; a click zooms" "$work/folded" \
   >"${SVG:-docs/pictures/profile.svg}"

@@ -301,6 +301,11 @@ impl NodeHandle {
         self.0.backends.has_clusters()
     }
 
+    /// [`Node::stats_at_once`].
+    pub fn stats_at_once(&self, volume_id: &str, path: &Path) -> Option<Usage> {
+        self.0.stats_at_once(volume_id, path)
+    }
+
     /// Runs `job` with the node. It runs to its end even if the caller is
     /// dropped. `None` when the agent is shutting down.
     pub async fn run<F, T>(&self, job: impl FnOnce(Arc<Node>) -> F + Send + 'static) -> Option<T>

@@ -103,7 +103,7 @@ impl Unrecovered {
         self.changed.notify_waiters();
     }
 
-    fn has(&self, volume_id: &str) -> bool {
+    pub fn has(&self, volume_id: &str) -> bool {
         !self.are_read.load(Relaxed) || self.volumes().contains(volume_id)
     }
 }
