@@ -2,7 +2,7 @@
 # (scripts/setup.sh).
 
 # The demos take what is built, or else the quickest build.
-ifneq ($(filter demo run,$(MAKECMDGOALS)),)
+ifeq ($(filter-out demo run,$(or $(MAKECMDGOALS),help)),)
 ifeq ($(wildcard $(or $(CARGO_TARGET_DIR),target)/debug/uringctl),)
 PROFILE ?= demo
 endif

@@ -46,14 +46,15 @@ export not_tested outputs
 one() {
   local binary=$1 name=$2 start=${EPOCHREALTIME/./} code=0 time test timer ended
   local why=$not_tested/$name said=$outputs/$name
-  NOT_TESTED=$why "$binary" --include-ignored --exact "$name" >"$said" 2>&1 &
+  # With its children in a process group of its own.
+  NOT_TESTED=$why setsid "$binary" --include-ignored --exact "$name" >"$said" 2>&1 &
   test=$!
   sleep "$longest" &
   timer=$!
   wait -n -p ended "$test" "$timer" || code=$?
   if ((ended == timer)); then
     code=137
-    kill -KILL "$test"
+    kill -KILL -- "-$test"
     sleep 5 &
     wait -n -p ended "$test" "$!" || true
     ((ended == test)) || echo "the test cannot be killed" >>"$said"
