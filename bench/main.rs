@@ -124,13 +124,16 @@ fn exports(criterion: &mut Criterion, rig: &Rig) {
             sandbox: &rig.sandbox,
             server: rig.runtime.block_on(server),
         };
+        if !tcp {
+            // First: the images of the others stay, in memory.
+            scale::volumes(rig, &exports, few_and_many());
+        }
         nbd::map(criterion, rig, &exports);
         life::formatted(criterion, rig, &exports);
         if !tcp {
             life::first(criterion, rig, &exports);
             life::raw(criterion, rig, &exports);
             life::at_once(criterion, rig, &exports, 16);
-            scale::volumes(rig, &exports, few_and_many());
         }
     }
 }
