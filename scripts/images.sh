@@ -6,8 +6,8 @@
 # Containerfiles use, and only where they are missing.
 #
 # Run as root, with buildah, podman, crun, mmdebstrap and rustup; for another
-# architecture, with arch-test and qemu-user-static. Images, base images and the build's cache stay
-# below target/images, apart from the machine's own.
+# architecture, with arch-test and qemu-user-static. Images, base images and the build's
+# cache stay below target/images, apart from the machine's own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/root.sh

@@ -301,9 +301,19 @@ impl NodeHandle {
         self.0.backends.has_clusters()
     }
 
-    /// [`Node::stats_at_once`].
-    pub fn stats_at_once(&self, volume_id: &str, path: &Path) -> Option<Usage> {
-        self.0.stats_at_once(volume_id, path)
+    /// [`Node::stats`], without a job where the answer waits for nothing. `None` when the agent
+    /// is shutting down.
+    pub async fn stats(
+        &self,
+        volume_id: String,
+        path: PathBuf,
+        deadline: Duration,
+    ) -> Option<Result<Usage, Arc<VolumeError>>> {
+        if let Some(usage) = self.0.stats_at_once(&volume_id, &path) {
+            return Some(Ok(usage));
+        }
+        self.run(move |node| node.stats(volume_id, path, deadline))
+            .await
     }
 
     /// Runs `job` with the node. It runs to its end even if the caller is

@@ -234,13 +234,9 @@ impl NodeService {
         validate::id("volume_id", &request.volume_id)?;
         validate::path("volume_path", &request.volume_path)?;
         let path = clean(&request.volume_path);
-        let usage = if let Some(usage) = self.node.stats_at_once(&request.volume_id, &path) {
-            usage
-        } else {
-            let ask = move |node: Arc<Node>| node.stats(request.volume_id, path, timeout);
-            let usage = self.node.run(ask).await.ok_or_else(shutting_down)?;
-            usage.map_err(|error| Status::from(&*error))?
-        };
+        let usage = self.node.stats(request.volume_id, path, timeout).await;
+        let usage = usage.ok_or_else(shutting_down)?;
+        let usage = usage.map_err(|error| Status::from(&*error))?;
         Ok(NodeGetVolumeStatsResponse {
             usage: match usage {
                 Usage::Block(total) => vec![VolumeUsage {

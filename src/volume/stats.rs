@@ -131,7 +131,7 @@ struct StatsRequest {
 impl Node {
     /// How full the volume is, if it is recovered and the kernel has that in memory. For the
     /// runtime thread: it waits for nothing.
-    pub fn stats_at_once(&self, volume_id: &str, path: &Path) -> Option<Usage> {
+    pub(super) fn stats_at_once(&self, volume_id: &str, path: &Path) -> Option<Usage> {
         if self.unrecovered.has(volume_id) {
             return None;
         }
