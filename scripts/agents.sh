@@ -19,9 +19,10 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/uring-csi.XXXXXX")
 pids=()
 # The directories of the pools and of the NFS export, on file systems of their own.
 pools=()
-# Further flags of the node agent, of the uringctl commands that create a volume, and of
+# Further flags of the agents, of the uringctl commands that create a volume, and of
 # those that mount one.
 node_flags=()
+controller_flags=()
 class=()
 mounted=()
 nfs_port=20490
@@ -107,14 +108,14 @@ make_pool() {
 serve_loop() {
   make_pool pool
   node_flags+=(--pool "demo=$work/pool,local")
-  controller_flags=(--node-id demo --pool "demo=$work/pool,local")
+  controller_flags+=(--node-id demo --pool "demo=$work/pool,local")
 }
 
 serve_nbd() {
   make_pool pool
   echo "starting an NBD server of it"
   start_nbd_server
-  controller_flags=(--pool "demo=$work/pool,shared")
+  controller_flags+=(--pool "demo=$work/pool,shared")
   class=(--nbd-server "nbd+unix:///?socket=$work/nbd.sock")
 }
 
@@ -129,6 +130,15 @@ start_nbd_server() {
 }
 
 serve_rbd() {
+  start_ceph
+  node_flags+=(--ceph-config "$work/ceph.json")
+  controller_flags+=("${ceph_flags[@]}")
+  class=("${ceph_class[@]}")
+}
+
+# Sets `ceph_flags` of a controller, and `ceph_class` of uringctl's commands that create a
+# volume.
+start_ceph() {
   local name value
   declare -A its
   echo "starting a Ceph cluster in memory: some seconds"
@@ -147,9 +157,8 @@ JSON
   printf %s "${its[user]}" >"$work/secret/userID"
   printf %s "${its[key]}" >"$work/secret/userKey"
   export URING_CSI_SECRETS=$work/secret
-  node_flags+=(--ceph-config "$work/ceph.json")
-  controller_flags=(--ceph-config "$work/ceph.json" --ceph-secret "$work/secret")
-  class=(--pool "${its[pool]}" --parameter clusterID=demo --parameter imageFeatures=layering)
+  ceph_flags=(--ceph-config "$work/ceph.json" --ceph-secret "$work/secret")
+  ceph_class=(--pool "${its[pool]}" --parameter clusterID=demo --parameter imageFeatures=layering)
 }
 
 serve_nfs() {
@@ -165,7 +174,7 @@ NFS_KRB5 { Active_krb5 = false; }
 EXPORT { Export_Id = 1; Path = $work/export; Pseudo = /share; Protocols = 4; Access_Type = RW; Squash = No_Root_Squash; SecType = sys; FSAL { Name = VFS; } }
 CONF
   start_nfs_server
-  controller_flags=(--nfs-export "127.0.0.1:/share=$work/export")
+  controller_flags+=(--nfs-export "127.0.0.1:/share=$work/export")
   class=(--parameter server=127.0.0.1 --parameter share=/share)
   mounted=(--mount-option "port=$port")
 }
