@@ -188,9 +188,18 @@ pub fn timed(mut run: impl FnMut()) -> Duration {
 }
 
 /// Where udevd runs, waits until it has looked at new devices.
-fn settle() {
+pub fn settle() {
+    udevadm(&["settle"]);
+}
+
+/// Where udevd runs, changes what it does (udevadm(8), control).
+pub fn udevd_control(option: &str) {
+    udevadm(&["control", option]);
+}
+
+fn udevadm(arguments: &[&str]) {
     if Path::new("/run/udev/control").exists() {
-        run(&["udevadm", "settle"]);
+        run(&[&["udevadm"], arguments].concat());
     }
 }
 

@@ -3,7 +3,9 @@
 //! threads and descriptors.
 //!
 //! The volumes are copies of a formatted one. [`AT_ONCE`] callers work through them,
-//! as kubelet does after a reboot; each call has a connection of its own.
+//! as kubelet does after a reboot; each call has a connection of its own. Staging them all is
+//! timed on devices that the kernel has made before, and while udevd waits: it would take most
+//! of one CPU from whichever is slower.
 
 use std::{
     fs, iter,
@@ -13,12 +15,12 @@ use std::{
 };
 
 use futures_util::{StreamExt as _, stream};
-use testkit::{MIB, ResourceUsage, Volume, resident_kib};
+use testkit::{BareVolume, MIB, ResourceUsage, Volume, resident_kib};
 
 use crate::{
     backends::Backend,
     life::on_threads,
-    rig::{Rig, median},
+    rig::{Rig, median, settle, udevd_control},
 };
 
 /// Callers at once.
@@ -64,14 +66,21 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
         over.known(&name, "ext4")
     };
     let volumes: Vec<_> = names.map(volume).collect();
+    let bare: Vec<_> = (0..number)
+        .map(|n| over.bare(&format!("scale-{number}-{n}"), SIZE))
+        .collect();
+    // Makes the devices.
+    stage_bare(&bare);
     let before = (ResourceUsage::of(node.pid()), cpu_time(node.pid()));
 
+    let udevd = PausedUdevd::new();
     let begun = Instant::now();
     let stage = timed(&volumes, async |volume| {
         node.stage(volume).await.expect("staged");
     })
     .await;
     let all = begun.elapsed();
+    drop(udevd);
     let publish = timed(&volumes, async |volume| {
         node.publish(volume, "pod").await.expect("published");
     })
@@ -103,7 +112,7 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
         node.unstage(volume).await.expect("unstaged");
     })
     .await;
-    let bare = stage_bare(over, number);
+    let bare = stage_bare(&bare);
     for volume in &volumes {
         over.discard(&volume.handle);
     }
@@ -151,22 +160,41 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
 }
 
 /// How long as many callers take to stage them by the system calls that this takes.
-fn stage_bare(over: &dyn Backend, number: usize) -> Duration {
-    let volume = |n| over.bare(&format!("scale-{number}-{n}"), SIZE);
-    let volumes: Vec<_> = (0..number).map(volume).collect();
+fn stage_bare(volumes: &[BareVolume]) -> Duration {
     let waiting = Mutex::new(volumes.iter());
     let stage_some = |_| {
         let next = || waiting.lock().expect("no panic").next();
         let staged = iter::from_fn(next).map(|volume| (volume, volume.stage()));
         staged.collect::<Vec<_>>()
     };
+    let udevd = PausedUdevd::new();
     let begun = Instant::now();
     let staged = on_threads(0..AT_ONCE, stage_some);
     let took = begun.elapsed();
+    drop(udevd);
     for (volume, node) in staged.into_iter().flatten() {
         volume.unstage(&node);
     }
+    settle();
     took
+}
+
+/// While it lives, udevd, where it runs, leaves events in its queue.
+struct PausedUdevd;
+
+impl PausedUdevd {
+    fn new() -> Self {
+        settle();
+        udevd_control("--stop-exec-queue");
+        Self
+    }
+}
+
+impl Drop for PausedUdevd {
+    fn drop(&mut self) {
+        udevd_control("--start-exec-queue");
+        settle();
+    }
 }
 
 /// The time of each volume's call, in the order in which they ended.
