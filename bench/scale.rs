@@ -4,8 +4,8 @@
 //!
 //! The volumes are copies of a formatted one. [`AT_ONCE`] callers work through them,
 //! as kubelet does after a reboot; each call has a connection of its own. Staging them all is
-//! timed on devices that the kernel has made before, and while udevd waits: it would take most
-//! of one CPU from whichever is slower.
+//! timed the second time, on devices that the kernel has made before, and while udevd waits: it
+//! would take most of one CPU from whichever is slower.
 
 use std::{
     fs, iter,
@@ -69,8 +69,17 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
     let bare: Vec<_> = (0..number)
         .map(|n| over.bare(&format!("scale-{number}-{n}"), SIZE))
         .collect();
-    // Makes the devices.
+    let unstage_all = || {
+        timed(&volumes, async |volume| {
+            node.unstage(volume).await.expect("unstaged");
+        })
+    };
     stage_bare(&bare);
+    timed(&volumes, async |volume| {
+        node.stage(volume).await.expect("staged");
+    })
+    .await;
+    unstage_all().await;
     let before = (ResourceUsage::of(node.pid()), cpu_time(node.pid()));
 
     let udevd = PausedUdevd::new();
@@ -108,10 +117,7 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
         node.unpublish(volume, "pod").await.expect("unpublished");
     })
     .await;
-    let unstage = timed(&volumes, async |volume| {
-        node.unstage(volume).await.expect("unstaged");
-    })
-    .await;
+    let unstage = unstage_all().await;
     let bare = stage_bare(&bare);
     for volume in &volumes {
         over.discard(&volume.handle);

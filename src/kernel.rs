@@ -45,6 +45,8 @@ pub mod project;
 pub mod sysfs;
 #[cfg(feature = "node")]
 pub mod trim;
+#[cfg(feature = "node")]
+pub mod uevents;
 #[cfg(feature = "cli")]
 pub mod uring_setup;
 pub mod watched;

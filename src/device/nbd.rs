@@ -27,7 +27,7 @@ use crate::{
         Dev, block,
         busy::retry_while_busy,
         nbd::{
-            NbdDevice, ReservedIndex, identifier_of,
+            Identifiers, NbdDevice, ReservedIndex, identifier_of,
             netlink::{Connect, Driver},
         },
         sysfs,
@@ -123,16 +123,10 @@ pub fn is_behind(dev: Dev, export: &Export) -> bool {
     Identifier::of(dev).is_some_and(|identifier| identifier.export == *export)
 }
 
-/// The first device whose identifier satisfies the predicate. No device is opened.
-pub fn find(
-    predicate: impl Fn(&Identifier) -> bool,
-) -> io::Result<Option<(NbdDevice, Identifier)>> {
-    NbdDevice::find(|text| Identifier::parse(text).filter(&predicate))
-}
-
 /// Attaches a new device to the export. The caller has found none that is attached.
 fn attach(
     driver: &Driver,
+    identifiers: &Identifiers<Identifier>,
     identifier: &Identifier,
     read_only: bool,
     options: &LinkOptions,
@@ -170,7 +164,8 @@ fn attach(
             if !shape.writes_zeroes() {
                 chosen.push(ReservedIndex::without_zeroes()?);
             }
-            driver.connect(&connect(chosen.last().map(ReservedIndex::get)))
+            let index = chosen.last().map(ReservedIndex::get);
+            identifiers.connect(|| driver.connect(&connect(index)))
         },
         |made| made.as_ref().is_err_and(block::is_busy),
     )

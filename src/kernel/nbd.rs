@@ -34,9 +34,11 @@ use super::{
     sysfs,
 };
 
+mod identifiers;
 pub mod netlink;
 mod reserved_index;
 
+pub use identifiers::Identifiers;
 pub use reserved_index::ReservedIndex;
 
 use netlink::Driver;
@@ -59,24 +61,17 @@ impl NbdDevice {
         Ok(Self { block, read_only })
     }
 
-    /// The first device whose backend identifier `recognise` accepts, with its result. A
-    /// device without a size is being attached or detached.
-    pub fn find<T>(recognise: impl Fn(&str) -> Option<T>) -> io::Result<Option<(Self, T)>> {
-        for (index, identifier) in identifiers()? {
-            if let Some(found) = recognise(&identifier) {
-                return Ok(Some((Self::of_index(index)?, found)));
-            }
-        }
-        Ok(None)
-    }
-
-    /// The device that is attached under that backend identifier.
+    /// The device that is attached under that backend identifier. One without a size is
+    /// being attached or detached.
     pub fn attached_as(identifier: &str) -> io::Result<Option<Self>> {
-        let found = Self::find(|has| (has == identifier).then_some(()))?;
-        match found {
-            Some((device, ())) if device.size_bytes()? > 0 => Ok(Some(device)),
-            _ => Ok(None),
-        }
+        let found = identifiers()?
+            .into_iter()
+            .find(|(_, has)| has == identifier);
+        let Some((index, _)) = found else {
+            return Ok(None);
+        };
+        let device = Self::of_index(index)?;
+        Ok((device.size_bytes()? > 0).then_some(device))
     }
 
     /// Its size in bytes, by sysfs.

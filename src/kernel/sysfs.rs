@@ -128,6 +128,11 @@ pub fn nbd_is_attached(dev: Dev) -> bool {
     directory(dev).join("pid").exists()
 }
 
+/// The same of the NBD device of that index.
+pub fn nbd_is_attached_at(index: u32) -> bool {
+    Path::new(&format!("/sys/block/nbd{index}/pid")).exists()
+}
+
 /// The most bytes of one WRITE_ZEROES to the device; 0 where it takes none.
 pub fn most_zeroes(dev: Dev) -> io::Result<u64> {
     number(dev, "queue/write_zeroes_max_bytes")

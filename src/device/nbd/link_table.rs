@@ -22,7 +22,7 @@ use std::{
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use super::{
-    Identifier, Link, LinkOptions, NbdError, Outage, attach, failed, find, is_behind, large_enough,
+    Identifier, Link, LinkOptions, NbdError, Outage, attach, failed, is_behind, large_enough,
     link::LinkState, lock,
 };
 use crate::{
@@ -31,7 +31,7 @@ use crate::{
         block::{self, BlockDev},
         busy::retry_while_busy,
         nbd::{
-            Claimed, NbdDevice, index_of,
+            Claimed, Identifiers, NbdDevice, index_of,
             netlink::{Driver, LinkListener},
         },
         sysfs,
@@ -52,6 +52,7 @@ pub struct Links(pub(super) Arc<LinksInner>);
 pub(super) struct LinksInner {
     /// This CSI driver's name.
     driver: String,
+    identifiers: Identifiers<Identifier>,
     pub(super) links: Mutex<HashMap<u32, Arc<Link>>>,
     pub(super) listening: Mutex<bool>,
     tell: UnboundedSender<Event>,
@@ -66,6 +67,7 @@ impl Links {
         let (tell, events) = mpsc::unbounded_channel();
         Self(Arc::new(LinksInner {
             driver: driver.to_owned(),
+            identifiers: Identifiers::new(Identifier::parse),
             links: Mutex::default(),
             listening: Mutex::default(),
             tell,
@@ -93,7 +95,8 @@ impl Links {
         &self,
         predicate: impl Fn(&Identifier) -> bool,
     ) -> io::Result<Option<(NbdDevice, Identifier)>> {
-        find(|identifier| identifier.driver == self.0.driver && predicate(identifier))
+        let its = |found: &Identifier| found.driver == self.0.driver && predicate(found);
+        self.0.identifiers.find(its)
     }
 
     /// Attaches the export, or finds it attached with these options.
@@ -110,7 +113,9 @@ impl Links {
         // Without a size the kernel is detaching it, or is completing a killed agent's
         // attach.
         let is_between = |found: &io::Result<Option<(NbdDevice, _)>>| matches!(found, Ok(Some((device, _))) if matches!(device.size_bytes(), Ok(0)));
-        let found = retry_while_busy(|| find(|found| found.export == *export), is_between);
+        let identifiers = &self.0.identifiers;
+        let find = || identifiers.find(|found| found.export == *export);
+        let found = retry_while_busy(find, is_between);
         if is_between(&found) {
             let why = io::ErrorKind::ResourceBusy.into();
             return Err(failed(
@@ -142,7 +147,7 @@ impl Links {
             self.recover(&found, &device, options)?;
             return Ok((device, Done::Already));
         }
-        let (device, connections) = attach(&driver, identifier, read_only, options)?;
+        let (device, connections) = attach(&driver, identifiers, identifier, read_only, options)?;
         self.insert(identifier, &device, options, LinkState::new(connections))?;
         Ok((device, Done::Now))
     }

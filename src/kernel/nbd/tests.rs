@@ -22,10 +22,10 @@ const REPLY: u32 = 0x6744_6698;
 type Answers = Arc<(Mutex<bool>, Condvar)>;
 
 /// A device that is disconnected at the test's end.
-struct Attached {
+pub(super) struct Attached {
     driver: Driver,
-    identifier: String,
-    device: NbdDevice,
+    pub identifier: String,
+    pub device: NbdDevice,
     answers: Answers,
 }
 
@@ -35,35 +35,35 @@ fn set(answers: &Answers, value: bool) {
 }
 
 impl Attached {
-    fn new() -> Option<Self> {
+    pub fn new() -> Option<Self> {
         if !Path::new("/sys/module/nbd").exists() {
             skip_test("the kernel module nbd is not loaded here");
             return None;
         }
-        let (socket, server) = UnixStream::pair().unwrap();
+        let driver = Driver::open().unwrap();
         // The server answers at first, because udevd reads the device, too.
         let answers = Answers::new((Mutex::new(true), Condvar::new()));
-        let its = Arc::clone(&answers);
-        thread::spawn(move || serve(server, &its));
-        let identifier = format!("test {}", Uuid::new_v4());
-        let driver = Driver::open().unwrap();
-        let connect = Connect {
-            index: None,
-            identifier: &identifier,
-            bytes: BYTES,
-            block_bytes: 512,
-            flags: 1,
-            request_seconds: 30,
-            dead_seconds: 0,
-            sockets: &[socket.as_fd()],
-        };
-        let device = NbdDevice::of_index(driver.connect(&connect).unwrap()).unwrap();
+        let (identifier, device) = connect(&driver, None, &answers).unwrap();
         Some(Self {
             driver,
             identifier,
             device,
             answers,
         })
+    }
+
+    /// Attaches the device again, under another identifier.
+    pub fn reattach(&mut self) {
+        let index = index_of(self.device.block.dev).unwrap();
+        self.driver.disconnect(index).unwrap();
+        // It stays attached for as long as udevd has it open.
+        let connect = || connect(&self.driver, Some(index), &self.answers);
+        (self.identifier, self.device) = loop {
+            match connect() {
+                Err(error) if block::is_busy(&error) => thread::yield_now(),
+                connected => break connected.unwrap(),
+            }
+        };
     }
 
     fn claim(&self) -> io::Result<Option<Claimed<'_>>> {
@@ -94,6 +94,30 @@ impl Drop for Attached {
             .driver
             .disconnect(index_of(self.device.block.dev).unwrap());
     }
+}
+
+/// Attaches a device, of that index if there is one, to a server of its own.
+fn connect(
+    driver: &Driver,
+    index: Option<u32>,
+    answers: &Answers,
+) -> io::Result<(String, NbdDevice)> {
+    let (socket, server) = UnixStream::pair()?;
+    let answers = Arc::clone(answers);
+    thread::spawn(move || serve(server, &answers));
+    let identifier = format!("test {}", Uuid::new_v4());
+    let connect = Connect {
+        index,
+        identifier: &identifier,
+        bytes: BYTES,
+        block_bytes: 512,
+        flags: 1,
+        request_seconds: 30,
+        dead_seconds: 0,
+        sockets: &[socket.as_fd()],
+    };
+    let device = NbdDevice::of_index(driver.connect(&connect)?)?;
+    Ok((identifier, device))
 }
 
 fn serve(mut socket: UnixStream, answers: &Answers) {

@@ -36,7 +36,8 @@ impl Attached {
         let links = Links::new("driver.test");
         let identifier = links.identifier(&server.export("disk"), "volume");
         let driver = Driver::open().unwrap();
-        let (device, connections) = attach(&driver, &identifier, false, &OPTIONS).unwrap();
+        let (device, connections) =
+            attach(&driver, &links.0.identifiers, &identifier, false, &OPTIONS).unwrap();
         let attached = Self {
             driver,
             server: Some(server),
