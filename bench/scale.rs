@@ -69,27 +69,12 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
     let bare: Vec<_> = (0..number)
         .map(|n| over.bare(&format!("scale-{number}-{n}"), SIZE))
         .collect();
-    let unstage_all = || {
-        timed(&volumes, async |volume| {
-            node.unstage(volume).await.expect("unstaged");
-        })
-    };
     stage_bare(&bare);
-    timed(&volumes, async |volume| {
-        node.stage(volume).await.expect("staged");
-    })
-    .await;
-    unstage_all().await;
+    stage_all(rig, &volumes).await;
+    unstage_all(rig, &volumes).await;
     let before = (ResourceUsage::of(node.pid()), cpu_time(node.pid()));
 
-    let udevd = PausedUdevd::new();
-    let begun = Instant::now();
-    let stage = timed(&volumes, async |volume| {
-        node.stage(volume).await.expect("staged");
-    })
-    .await;
-    let all = begun.elapsed();
-    drop(udevd);
+    let (stage, all) = stage_all(rig, &volumes).await;
     let publish = timed(&volumes, async |volume| {
         node.publish(volume, "pod").await.expect("published");
     })
@@ -117,7 +102,7 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
         node.unpublish(volume, "pod").await.expect("unpublished");
     })
     .await;
-    let unstage = unstage_all().await;
+    let unstage = unstage_all(rig, &volumes).await;
     let bare = stage_bare(&bare);
     for volume in &volumes {
         over.discard(&volume.handle);
@@ -163,6 +148,24 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
         ("its threads", after.0.threads.to_string()),
         ("its descriptors", after.0.descriptors.to_string()),
     ]
+}
+
+/// The time of each volume's stage, and of all.
+async fn stage_all(rig: &Rig, volumes: &[Volume]) -> (Vec<Duration>, Duration) {
+    let _udevd = PausedUdevd::new();
+    let begun = Instant::now();
+    let each = timed(volumes, async |volume| {
+        rig.node.stage(volume).await.expect("staged");
+    })
+    .await;
+    (each, begun.elapsed())
+}
+
+async fn unstage_all(rig: &Rig, volumes: &[Volume]) -> Vec<Duration> {
+    timed(volumes, async |volume| {
+        rig.node.unstage(volume).await.expect("unstaged");
+    })
+    .await
 }
 
 /// How long as many callers take to stage them by the system calls that this takes.

@@ -5,7 +5,7 @@ use std::{collections::HashMap, fmt, path::Path};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Device,
+    Backing, Device,
     ceph::{CephSource, ENCRYPTED_DIRECTORY, STAGE_FILE},
     context::{SourceError, VolumeContext},
     exports::ExportSource,
@@ -108,7 +108,12 @@ impl Source {
     /// attached: its number has gone neither to another source nor to another image of
     /// the same name. Never waits for the device.
     pub fn is_still(&self, device: &Device) -> bool {
-        self.is_behind(device.dev) && device.still_matches()
+        let is_behind = match (self, &device.backing) {
+            // That it is attached is what the device is asked below.
+            (Self::Nbd(its), Backing::Export(export)) => its.export == *export,
+            _ => self.is_behind(device.dev),
+        };
+        is_behind && device.still_matches()
     }
 
     /// Its failure domain, shared with other volumes: a pool, a server, a cluster.

@@ -39,6 +39,10 @@ const GROUP: &str = "nbd_mc_group";
 /// Bytes of the largest message; a netlink attribute cannot be longer.
 const LONGEST: usize = 64 * 1024;
 
+/// Bytes that are enough for any message of the kernel to a process that reads no more at once
+/// (netlink(7)).
+const LONGEST_ANSWER: usize = 8192;
+
 /// The parameters of a new connection of a device to its server.
 #[derive(Debug)]
 pub struct Connect<'a> {
@@ -226,8 +230,10 @@ where
     request.serialize(&mut bytes);
     socket.send(&bytes, 0)?;
     let mut answer = None;
+    let mut bytes = Vec::with_capacity(LONGEST_ANSWER);
     loop {
-        let (bytes, _) = socket.recv_from_full()?;
+        bytes.clear();
+        socket.recv_from(&mut bytes, 0)?;
         let said = message::read(&bytes)?;
         answer = said.answer.or(answer);
         if said.end {
