@@ -151,9 +151,10 @@ def free_ports(count):
 
 
 PROGRAMS = ("uring-csi-node", "uring-csi-holder", "uring-csi-controller")
-# They run in a directory of their own, with a volume that a file asks for, and the lives of
-# an image file, with one call that fails, and of an image of Ceph, with one that the cluster
-# refuses, repeated so that rates see it; the last line of its input ends it.
+# They run in a directory of their own, with a volume that a file asks for, one whose image was
+# renamed, and the lives of an image file, with one call that fails, and of an image of Ceph,
+# with one that the cluster refuses, repeated so that rates see it; the last line of its input
+# ends it.
 AGENTS = """
 source scripts/agents.sh
 node_flags=(--metrics-listen 127.0.0.1:$NODE_PORT --volumes "$work/volumes")
@@ -169,6 +170,9 @@ uring-csi-holder --endpoint "unix://$work/run/holder.sock" --run-dir "$work/hold
   --metrics-listen "127.0.0.1:$HOLDER_PORT" 2>>"$work/agents.log" &
 pids+=($!)
 uringctl up wanted 64Mi "$work/mnt/wanted" --persist
+uringctl up odd 64Mi "$work/mnt/odd"
+image=$(losetup -nO BACK-FILE "$(findmnt -no SOURCE "$work/mnt/odd")")
+mv "$image" "$work/pool/renamed"
 echo started
 while ! read -r -t 0.2 _; do
   uringctl up data 64Mi "$work/mnt/data"
@@ -179,6 +183,8 @@ while ! read -r -t 0.2 _; do
   URING_CSI_SECRETS=$work/others uringctl create image 64Mi "${ceph_class[@]}" && exit 1
   uringctl delete image
 done >/dev/null 2>&1
+mv "$work/pool/renamed" "$image"
+uringctl down odd --delete
 uringctl remove wanted
 timeout 60 bash -c 'until uringctl delete wanted 2>/dev/null; do sleep 0.1; done'
 """

@@ -1,9 +1,10 @@
 //! The metrics: recording them, and rendering them for a scrape.
 //!
 //! Every label is a `&'static str`, apart from the names of pools and Ceph clusters, which
-//! are few: no volume id, path or error text can become a label, so the number of series is
-//! bounded by the code and the configuration. Counters and gauges with known labels show 0
-//! from the start, so that the first event is an increase and not a new series.
+//! are few, and the handles of some volumes with a condition, whose series end with it: no path
+//! or error text can become a label, so the number of series is bounded by the code and the
+//! configuration. Counters and gauges with known labels show 0 from the start, so that the
+//! first event is an increase and not a new series.
 //!
 //! kubelet's own histogram of CSI calls starts at 100 ms; most of our calls take
 //! less than one, hence buckets from 50 µs.
@@ -12,6 +13,7 @@
 //! no-op of a few nanoseconds.
 
 use std::{
+    collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -48,9 +50,12 @@ pub fn fsck(outcome: &'static str) {
 }
 
 /// Sets how many volumes have the condition.
-pub fn conditions(reason: &'static str, volumes: usize) {
+fn conditions(reason: &'static str, volumes: usize) {
     gauge!(name::VOLUME_CONDITIONS, "reason" => reason).set(as_gauge(volumes));
 }
+
+/// The most volumes of which [`Metrics::volume_conditions`] shows the handles.
+const HANDLES: usize = 100;
 
 /// Records that a volume changed its state (`staging`, `staged` …); `None`: not on this
 /// node.
@@ -213,6 +218,7 @@ pub fn install(methods: &[&'static str]) -> Result<Metrics, BuildError> {
         handle,
         refresh: Arc::default(),
         scraped: Arc::default(),
+        volumes: Arc::default(),
     };
     metrics.before_scrape(calls::report);
     metrics.before_scrape(move || process.collect());
@@ -250,6 +256,8 @@ pub struct Metrics {
     handle: PrometheusHandle,
     refresh: Arc<Mutex<Refreshers>>,
     scraped: Arc<Notify>,
+    /// The series of single volumes.
+    volumes: Arc<Mutex<String>>,
 }
 
 type Refreshers = Vec<Box<dyn Fn() + Send>>;
@@ -273,7 +281,33 @@ impl Metrics {
             refresh();
         }
         self.scraped.notify_waiters();
-        self.handle.render()
+        self.handle.render() + &lock(&self.volumes)
+    }
+
+    /// Sets how many volumes have a condition, for each of all reasons, and which: their
+    /// handles, with the reasons. Another call takes back those of this one.
+    pub fn volume_conditions(
+        &self,
+        reasons: impl IntoIterator<Item = &'static str>,
+        found: &BTreeMap<String, Vec<&'static str>>,
+    ) {
+        for reason in reasons {
+            let has = |has: &&Vec<_>| has.contains(&reason);
+            conditions(reason, found.values().filter(has).count());
+        }
+        // The exporter forgets no series of a recorder.
+        let recorder = PrometheusBuilder::new().build_recorder();
+        metrics::with_local_recorder(&recorder, || {
+            names::describe();
+            for (handle, reasons) in found.iter().take(HANDLES) {
+                for &reason in reasons {
+                    let volume_id = handle.clone();
+                    gauge!(name::VOLUME_CONDITION_INFO, "volume_id" => volume_id, "reason" => reason)
+                        .set(1.0);
+                }
+            }
+        });
+        *lock(&self.volumes) = recorder.handle().render();
     }
 
     /// Folds recorded values into their histograms, which bounds memory between scrapes.
@@ -282,8 +316,13 @@ impl Metrics {
     }
 
     fn refreshers(&self) -> MutexGuard<'_, Refreshers> {
-        self.refresh.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.refresh)
     }
+}
+
+/// Locks, also after a panic, which leaves nothing half done.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Counts of threads are far below 2^32, where f64 is exact.
@@ -407,6 +446,34 @@ pub(super) mod tests {
         ] {
             assert!(text.contains(line), "{line} is missing in\n{text}");
         }
+    }
+
+    #[test]
+    fn volumes_with_a_condition_are_shown_until_it_ends() {
+        let metrics = installed();
+        let reasons = ["ServerAway", "StepStuck"];
+        let volume = |handle: &str| (handle.to_owned(), reasons.to_vec());
+        let many = (0..200).map(|number| volume(&format!("v{number}")));
+        metrics.volume_conditions(reasons, &many.collect());
+        let text = metrics.render();
+        for line in [
+            "# TYPE uring_csi_volume_condition_info gauge",
+            r#"uring_csi_volume_conditions{reason="ServerAway"} 200"#,
+            r#"uring_csi_volume_condition_info{volume_id="v0",reason="StepStuck"} 1"#,
+        ] {
+            assert!(text.contains(line), "{line} is missing in\n{text}");
+        }
+        assert_eq!(text.matches("volume_condition_info{").count(), 2 * HANDLES);
+        metrics.volume_conditions(reasons, &[volume("a\"b\n")].into());
+        let text = metrics.render();
+        let escaped =
+            r#"uring_csi_volume_condition_info{volume_id="a\"b\n",reason="ServerAway"} 1"#;
+        assert!(text.contains(escaped), "{text}");
+        assert_eq!(text.matches("volume_condition_info{").count(), 2);
+        metrics.volume_conditions(reasons, &BTreeMap::new());
+        let text = metrics.render();
+        assert!(text.contains(r#"uring_csi_volume_conditions{reason="ServerAway"} 0"#));
+        assert!(!text.contains("volume_condition_info"), "{text}");
     }
 
     #[test]

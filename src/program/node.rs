@@ -478,7 +478,8 @@ fn report_servers(connections: &Connections, links: &nbd::Links) {
 /// Updates the metrics of the volumes' conditions while they are read.
 async fn report_conditions(node: Arc<Node>, metrics: Metrics) {
     loop {
-        node.clone().report_conditions().await;
+        let reasons = ConditionReason::ALL.map(ConditionReason::as_str);
+        metrics.volume_conditions(reasons, &node.clone().conditions().await);
         tokio::time::sleep(REST).await;
         metrics.next_scrape().await;
     }

@@ -41,6 +41,8 @@ metrics! {
         "How long the first of these volumes has not been as its file asks; 0 if all are."
     describe_gauge VOLUME_CONDITIONS "uring_csi_volume_conditions" Count
         "Volumes on this node that have the condition, by its reason."
+    describe_gauge VOLUME_CONDITION_INFO "uring_csi_volume_condition_info" Count
+        "Always 1, for each condition of a volume on this node, by its handle and the reason; of 100 volumes at most. There is none for a healthy volume."
     describe_counter NBD_CONNECTIONS_LOST "uring_csi_nbd_connections_lost_total" Count
         "Connections of attached volumes to NBD servers that were lost."
     describe_gauge SUPERVISED_VOLUMES "uring_csi_supervised_volumes" Count

@@ -61,8 +61,14 @@ fn the_metrics_count_volumes_without_a_server() {
         server.kill9();
         scrape.becomes(away, |count| count > 0.0).await;
         assert_eq!(scrape.value(lost), Some(1.0));
+        let which = format!(
+            "uring_csi_volume_condition_info{{volume_id=\"{}\",reason=\"ServerAway\"}}",
+            volume.handle
+        );
+        assert_eq!(scrape.value(&which), Some(1.0));
         server.restart().await;
         scrape.becomes(away, |count| count < 1.0).await;
+        assert_eq!(scrape.value(&which), None);
         assert_eq!(scrape.value(lost), Some(1.0));
         node.down(&volume, "pod").await;
         node.assert_clean().await;
