@@ -8,7 +8,7 @@ use std::{
 };
 
 use criterion::{BenchmarkGroup, measurement::WallTime};
-use testkit::{Node, NodeSetup, Sandbox, run};
+use testkit::{Node, NodeSetup, Sandbox, run_err};
 use tokio::runtime::Runtime;
 use uring_csi::proto::csi::{GetPluginInfoRequest, identity_client::IdentityClient};
 
@@ -192,14 +192,29 @@ pub fn settle() {
     udevadm(&["settle"]);
 }
 
-/// Where udevd runs, changes what it does (udevadm(8), control).
-pub fn udevd_control(option: &str) {
-    udevadm(&["control", option]);
+/// While it lives, udevd, where it runs, leaves events in its queue. If the bench is killed,
+/// `udevadm control --start-exec-queue` undoes it.
+pub struct PausedUdevd(());
+
+impl PausedUdevd {
+    pub fn new() -> Self {
+        settle();
+        udevadm(&["control", "--stop-exec-queue"]);
+        Self(())
+    }
 }
 
+impl Drop for PausedUdevd {
+    fn drop(&mut self) {
+        udevadm(&["control", "--start-exec-queue"]);
+        settle();
+    }
+}
+
+/// Calls udevadm(8) where udevd runs. A failure would only make the numbers worse.
 fn udevadm(arguments: &[&str]) {
     if Path::new("/run/udev/control").exists() {
-        run(&[&["udevadm"], arguments].concat());
+        let _ = run_err(&[&["udevadm"], arguments].concat());
     }
 }
 

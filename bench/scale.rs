@@ -4,8 +4,8 @@
 //!
 //! The volumes are copies of a formatted one. [`AT_ONCE`] callers work through them,
 //! as kubelet does after a reboot; each call has a connection of its own. Staging them all is
-//! timed the second time, on devices that the kernel has made before, and while udevd waits: it
-//! would take most of one CPU from whichever is slower.
+//! timed the second time, when the kernel has made the devices, and while udevd is paused: on
+//! one CPU its probes would take longer than the stages themselves.
 
 use std::{
     fs, iter,
@@ -20,7 +20,7 @@ use testkit::{BareVolume, MIB, ResourceUsage, Volume, resident_kib};
 use crate::{
     backends::Backend,
     life::on_threads,
-    rig::{Rig, median, settle, udevd_control},
+    rig::{PausedUdevd, Rig, median, settle},
 };
 
 /// Callers at once.
@@ -103,14 +103,11 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
     })
     .await;
     let unstage = unstage_all(rig, &volumes).await;
-    let bare = stage_bare(&bare);
+    let (bare_each, bare) = stage_bare(&bare);
     for volume in &volumes {
         over.discard(&volume.handle);
     }
     let to_bare = all.as_secs_f64() / bare.as_secs_f64();
-    let tenth = volumes.len().div_ceil(10);
-    let (first, last) = (&stage[..tenth], &stage[stage.len() - tenth..]);
-    let growth = median(last).as_secs_f64() / median(first).as_secs_f64();
     let of_all = after.1.saturating_sub(before.1);
     let of_one = of_all / u32::try_from(number).expect("a number");
     let each = |times: &[Duration]| format!("{:.1?}", median(times));
@@ -120,7 +117,11 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
         ("stage, p50", each(&stage)),
         (
             "stage, p50 of the last tenth to the first's",
-            format!("{growth:.2}"),
+            format!("{:.2}", growth(&stage)),
+        ),
+        (
+            "bare calls, p50 of the last tenth to the first's",
+            format!("{:.2}", growth(&bare_each)),
         ),
         ("publish, p50", each(&publish)),
         (
@@ -168,42 +169,39 @@ async fn unstage_all(rig: &Rig, volumes: &[Volume]) -> Vec<Duration> {
     .await
 }
 
-/// How long as many callers take to stage them by the system calls that this takes.
-fn stage_bare(volumes: &[BareVolume]) -> Duration {
+/// How long as many callers take to stage them by the system calls that this takes: each, in
+/// the order in which they ended, and all.
+fn stage_bare(volumes: &[BareVolume]) -> (Vec<Duration>, Duration) {
     let waiting = Mutex::new(volumes.iter());
+    let took = Mutex::new(Vec::with_capacity(volumes.len()));
     let stage_some = |_| {
         let next = || waiting.lock().expect("no panic").next();
-        let staged = iter::from_fn(next).map(|volume| (volume, volume.stage()));
+        let stage = |volume: &BareVolume| {
+            let begun = Instant::now();
+            let node = volume.stage();
+            took.lock().expect("no panic").push(begun.elapsed());
+            node
+        };
+        let staged = iter::from_fn(next).map(|volume| (volume, stage(volume)));
         staged.collect::<Vec<_>>()
     };
     let udevd = PausedUdevd::new();
     let begun = Instant::now();
     let staged = on_threads(0..AT_ONCE, stage_some);
-    let took = begun.elapsed();
+    let all = begun.elapsed();
     drop(udevd);
     for (volume, node) in staged.into_iter().flatten() {
         volume.unstage(&node);
     }
     settle();
-    took
+    (took.into_inner().expect("no panic"), all)
 }
 
-/// While it lives, udevd, where it runs, leaves events in its queue.
-struct PausedUdevd;
-
-impl PausedUdevd {
-    fn new() -> Self {
-        settle();
-        udevd_control("--stop-exec-queue");
-        Self
-    }
-}
-
-impl Drop for PausedUdevd {
-    fn drop(&mut self) {
-        udevd_control("--start-exec-queue");
-        settle();
-    }
+/// How many times the median of the last tenth is that of the first.
+fn growth(times: &[Duration]) -> f64 {
+    let tenth = times.len().div_ceil(10);
+    let (first, last) = (&times[..tenth], &times[times.len() - tenth..]);
+    median(last).as_secs_f64() / median(first).as_secs_f64()
 }
 
 /// The time of each volume's call, in the order in which they ended.

@@ -151,9 +151,9 @@ def free_ports(count):
 
 
 PROGRAMS = ("uring-csi-node", "uring-csi-holder", "uring-csi-controller")
-# They run in a directory of their own, with a volume that a file asks for, one whose image was
-# renamed, and the lives of an image file, with one call that fails, and of an image of Ceph,
-# with one that the cluster refuses, repeated so that rates see it; the last line of its input
+# They run in a directory of their own, with a volume that a file asks for and one whose image
+# was renamed. Repeated, so that rates see it: an image file comes and goes, with one call that
+# fails, and an image of Ceph, with one that the cluster refuses. The last line of its input
 # ends it.
 AGENTS = """
 source scripts/agents.sh
@@ -162,16 +162,16 @@ mkdir "$work/volumes"
 touch "$work/volumes/.uring-csi-volumes"
 start_ceph
 controller_flags+=("${ceph_flags[@]}")
-mkdir "$work/others"
-echo -n nobody >"$work/others/userID"
-cp "$work/secret/userKey" "$work/others"
+mkdir "$work/refused"
+echo -n nobody >"$work/refused/userID"
+cp "$work/secret/userKey" "$work/refused"
 start_agents
 uring-csi-holder --endpoint "unix://$work/run/holder.sock" --run-dir "$work/holder" \
   --metrics-listen "127.0.0.1:$HOLDER_PORT" 2>>"$work/agents.log" &
 pids+=($!)
 uringctl up wanted 64Mi "$work/mnt/wanted" --persist
-uringctl up odd 64Mi "$work/mnt/odd"
-image=$(losetup -nO BACK-FILE "$(findmnt -no SOURCE "$work/mnt/odd")")
+uringctl up renamed 64Mi "$work/mnt/renamed"
+image=$(losetup -nO BACK-FILE "$(findmnt -no SOURCE "$work/mnt/renamed")")
 mv "$image" "$work/pool/renamed"
 echo started
 while ! read -r -t 0.2 _; do
@@ -180,11 +180,11 @@ while ! read -r -t 0.2 _; do
   uringctl up data 64Mi "$work/mnt/data" -o nosuchoption && exit 1
   uringctl delete data
   uringctl create image 64Mi "${ceph_class[@]}"
-  URING_CSI_SECRETS=$work/others uringctl create image 64Mi "${ceph_class[@]}" && exit 1
+  URING_CSI_SECRETS=$work/refused uringctl create image 64Mi "${ceph_class[@]}" && exit 1
   uringctl delete image
 done >/dev/null 2>&1
 mv "$work/pool/renamed" "$image"
-uringctl down odd --delete
+uringctl down renamed --delete
 uringctl remove wanted
 timeout 60 bash -c 'until uringctl delete wanted 2>/dev/null; do sleep 0.1; done'
 """

@@ -123,6 +123,11 @@ pub fn is_behind(dev: Dev, export: &Export) -> bool {
     Identifier::of(dev).is_some_and(|identifier| identifier.export == *export)
 }
 
+/// An error of a look at all devices.
+fn listed() -> impl FnOnce(io::Error) -> NbdError {
+    failed(Path::new("/sys/block"), "look for the export in")
+}
+
 /// Attaches a new device to the export. The caller has found none that is attached.
 fn attach(
     driver: &Driver,
@@ -155,6 +160,11 @@ fn attach(
         dead_seconds: options.dead_seconds,
         sockets: &sockets,
     };
+    // The handshake took a while, and another agent may have been faster.
+    let found = identifiers.find(|found| found.export == *export);
+    if found.map_err(listed())?.is_some() {
+        return Err(listed()(io::ErrorKind::ResourceBusy.into()));
+    }
     let made = || failed(Path::new("an NBD device"), "make");
     let mut chosen = Vec::new();
     // Just after the module was loaded udevd has the nodes open, and the kernel may
@@ -165,7 +175,7 @@ fn attach(
                 chosen.push(ReservedIndex::without_zeroes()?);
             }
             let index = chosen.last().map(ReservedIndex::get);
-            identifiers.connect(|| driver.connect(&connect(index)))
+            driver.connect(&connect(index))
         },
         |made| made.as_ref().is_err_and(block::is_busy),
     )

@@ -23,14 +23,15 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use rustix::{event::PollFlags, io::Errno};
+use rustix::{event::PollFlags, io::Errno, net::sockopt};
 use tokio::{sync::Notify, task::AbortHandle};
 
 use super::{Device, Source};
-use crate::{
-    kernel::{sysfs, uevents},
-    ring::poll,
-};
+use crate::{kernel::sysfs, ring::poll};
+
+/// Bytes of events that the socket holds, of some two thousand events (the kernel doubles
+/// the number). More are lost.
+const BACKLOG: usize = 1 << 20;
 
 /// Events to read before other tasks of the runtime thread have a turn.
 const AT_ONCE: usize = 64;
@@ -67,7 +68,9 @@ impl Uevents {
     /// Starts to listen.
     pub fn start() -> io::Result<Self> {
         let builder = udev::MonitorBuilder::new_kernel()?.match_subsystem("block")?;
-        uevents::enlarge(&builder)?;
+        // The first takes CAP_NET_ADMIN, the second is bounded by rmem_max.
+        sockopt::set_socket_recv_buffer_size_force(&builder, BACKLOG)
+            .or_else(|_| sockopt::set_socket_recv_buffer_size(&builder, BACKLOG))?;
         let socket = Rc::new(builder.listen()?);
         let waiters = Arc::new(Waiters::default());
         let listener = tokio::task::spawn_local(listen(socket, Arc::clone(&waiters)));

@@ -109,7 +109,7 @@ impl Source {
     /// the same name. Never waits for the device.
     pub fn is_still(&self, device: &Device) -> bool {
         let is_behind = match (self, &device.backing) {
-            // That it is attached is what the device is asked below.
+            // `still_matches` asks the kernel.
             (Self::Nbd(its), Backing::Export(export)) => its.export == *export,
             _ => self.is_behind(device.dev),
         };

@@ -61,8 +61,8 @@ impl NbdDevice {
         Ok(Self { block, read_only })
     }
 
-    /// The device that is attached under that backend identifier. One without a size is
-    /// being attached or detached.
+    /// The device that is attached under that backend identifier; none while it has no size,
+    /// because it is being attached or detached.
     pub fn attached_as(identifier: &str) -> io::Result<Option<Self>> {
         let found = identifiers()?
             .into_iter()

@@ -129,8 +129,8 @@ pub fn nbd_is_attached(dev: Dev) -> bool {
 }
 
 /// The same of the NBD device of that index.
-pub fn nbd_is_attached_at(index: u32) -> bool {
-    Path::new(&format!("/sys/block/nbd{index}/pid")).exists()
+pub fn nbd_is_attached_at(index: u32) -> io::Result<bool> {
+    fs::exists(format!("/sys/block/nbd{index}/pid"))
 }
 
 /// The most bytes of one WRITE_ZEROES to the device; 0 where it takes none.

@@ -2,31 +2,21 @@
 //! look.
 //!
 //! The kernel has an event in the socket of each listener before the call that caused it
-//! returns (lib/kobject_uevent.c), so a look after such a call sees it. A listener in the
-//! network namespace of a user namespace gets none.
+//! returns (lib/kobject_uevent.c), so a look after such a call sees it. In a network namespace
+//! that a user namespace other than the first owns there are none of devices.
+//!
+//! A socket holds some hundred events. More are lost, which is cheaper than to take them all.
 
-use std::{io, os::fd::AsFd};
+use std::io;
 
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_KOBJECT_UEVENT};
-use rustix::{io::Errno, net::sockopt};
-
-/// Bytes of events that a socket holds, of some two thousand events (the kernel doubles
-/// the number). More are lost.
-const BACKLOG: usize = 1 << 20;
+use rustix::io::Errno;
 
 /// The multicast group of the kernel's events; udevd's have another.
 const KERNEL: u32 = 1;
 
 /// Bytes of an event to read: `change@`, and the device's path in sysfs.
 const HEADER: usize = 512;
-
-/// Makes room for [`BACKLOG`] in a socket for events.
-pub fn enlarge(socket: impl AsFd) -> io::Result<()> {
-    // The first takes CAP_NET_ADMIN, the second is bounded by rmem_max.
-    sockopt::set_socket_recv_buffer_size_force(&socket, BACKLOG)
-        .or_else(|_| sockopt::set_socket_recv_buffer_size(&socket, BACKLOG))?;
-    Ok(())
-}
 
 /// Events that wait to be taken.
 #[derive(Debug)]
@@ -36,7 +26,6 @@ impl PendingUevents {
     /// Starts to listen.
     pub fn listen() -> io::Result<Self> {
         let mut socket = Socket::new(NETLINK_KOBJECT_UEVENT)?;
-        enlarge(socket.as_fd())?;
         socket.bind(&SocketAddr::new(0, KERNEL))?;
         Ok(Self(socket))
     }
@@ -51,7 +40,8 @@ impl PendingUevents {
     #[cfg(test)]
     pub fn narrow() -> Self {
         let listening = Self::listen().unwrap();
-        sockopt::set_socket_recv_buffer_size(listening.0.as_fd(), 0).unwrap();
+        let socket = std::os::fd::AsFd::as_fd(&listening.0);
+        rustix::net::sockopt::set_socket_recv_buffer_size(socket, 0).unwrap();
         listening
     }
 

@@ -1,8 +1,8 @@
 //! The metrics: recording them, and rendering them for a scrape.
 //!
 //! Every label is a `&'static str`, apart from the names of pools and Ceph clusters, which
-//! are few, and the handles of some volumes with a condition, whose series end with it: no path
-//! or error text can become a label, so the number of series is bounded by the code and the
+//! are few, and the handles of volumes with a condition, of which a scrape has a hundred at most:
+//! no error text can become a label, so the number of series is bounded by the code and the
 //! configuration. Counters and gauges with known labels show 0 from the start, so that the
 //! first event is an increase and not a new series.
 //!
@@ -54,8 +54,8 @@ fn conditions(reason: &'static str, volumes: usize) {
     gauge!(name::VOLUME_CONDITIONS, "reason" => reason).set(as_gauge(volumes));
 }
 
-/// The most volumes of which [`Metrics::volume_conditions`] shows the handles.
-const HANDLES: usize = 100;
+/// The most volumes that have series of their own.
+const MOST_VOLUMES: usize = 100;
 
 /// Records that a volume changed its state (`staging`, `staged` …); `None`: not on this
 /// node.
@@ -284,8 +284,8 @@ impl Metrics {
         self.handle.render() + &lock(&self.volumes)
     }
 
-    /// Sets how many volumes have a condition, for each of all reasons, and which: their
-    /// handles, with the reasons. Another call takes back those of this one.
+    /// Sets the number of volumes with each condition, and the series of single volumes:
+    /// `found` has their handles and reasons. Each call replaces the series of the previous one.
     pub fn volume_conditions(
         &self,
         reasons: impl IntoIterator<Item = &'static str>,
@@ -295,11 +295,11 @@ impl Metrics {
             let has = |has: &&Vec<_>| has.contains(&reason);
             conditions(reason, found.values().filter(has).count());
         }
-        // The exporter forgets no series of a recorder.
+        // The exporter cannot remove a series, so these have a recorder of their own.
         let recorder = PrometheusBuilder::new().build_recorder();
         metrics::with_local_recorder(&recorder, || {
             names::describe();
-            for (handle, reasons) in found.iter().take(HANDLES) {
+            for (handle, reasons) in found.iter().take(MOST_VOLUMES) {
                 for &reason in reasons {
                     let volume_id = handle.clone();
                     gauge!(name::VOLUME_CONDITION_INFO, "volume_id" => volume_id, "reason" => reason)
@@ -463,7 +463,10 @@ pub(super) mod tests {
         ] {
             assert!(text.contains(line), "{line} is missing in\n{text}");
         }
-        assert_eq!(text.matches("volume_condition_info{").count(), 2 * HANDLES);
+        assert_eq!(
+            text.matches("volume_condition_info{").count(),
+            2 * MOST_VOLUMES
+        );
         metrics.volume_conditions(reasons, &[volume("a\"b\n")].into());
         let text = metrics.render();
         let escaped =

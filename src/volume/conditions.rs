@@ -28,7 +28,7 @@ impl Node {
             }
         });
         let looked = stream::iter(looks).buffer_unordered(AT_ONCE);
-        let ill = looked.filter(|(_, reasons)| std::future::ready(!reasons.is_empty()));
-        ill.collect().await
+        let unhealthy = looked.filter(|(_, reasons)| std::future::ready(!reasons.is_empty()));
+        unhealthy.collect().await
     }
 }

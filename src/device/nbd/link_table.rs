@@ -23,7 +23,7 @@ use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use super::{
     Identifier, Link, LinkOptions, NbdError, Outage, attach, failed, is_behind, large_enough,
-    link::LinkState, lock,
+    link::LinkState, listed, lock,
 };
 use crate::{
     Detached, Done,
@@ -107,7 +107,6 @@ impl Links {
         options: &LinkOptions,
     ) -> Result<(NbdDevice, Done), NbdError> {
         let export = &identifier.export;
-        let listed = || failed("/sys/block".as_ref(), "look for the export in");
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         self.listen(&driver).map_err(NbdError::NoDriver)?;
         // Without a size the kernel is detaching it, or is completing a killed agent's

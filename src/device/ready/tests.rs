@@ -72,7 +72,7 @@ fn an_overflow_of_the_uevent_socket_is_reported() {
     ring::start(async {
         let builder = udev::MonitorBuilder::new_kernel().unwrap();
         let builder = builder.match_subsystem("block").unwrap();
-        rustix::net::sockopt::set_socket_recv_buffer_size(&builder, 0).unwrap();
+        sockopt::set_socket_recv_buffer_size(&builder, 0).unwrap();
         let socket = builder.listen().unwrap();
         let waiters = Waiters::default();
         let listed = Registration::new(&waiters, "no-such-device");

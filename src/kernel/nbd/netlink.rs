@@ -39,8 +39,7 @@ const GROUP: &str = "nbd_mc_group";
 /// Bytes of the largest message; a netlink attribute cannot be longer.
 const LONGEST: usize = 64 * 1024;
 
-/// Bytes that are enough for any message of the kernel to a process that reads no more at once
-/// (netlink(7)).
+/// Bytes of the longest answer (netlink(7)), without the request that a refusal repeats.
 const LONGEST_ANSWER: usize = 8192;
 
 /// The parameters of a new connection of a device to its server.
@@ -230,7 +229,7 @@ where
     request.serialize(&mut bytes);
     socket.send(&bytes, 0)?;
     let mut answer = None;
-    let mut bytes = Vec::with_capacity(LONGEST_ANSWER);
+    let mut bytes = Vec::with_capacity(LONGEST_ANSWER + bytes.len());
     loop {
         bytes.clear();
         socket.recv_from(&mut bytes, 0)?;

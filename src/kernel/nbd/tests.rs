@@ -40,30 +40,30 @@ impl Attached {
             skip_test("the kernel module nbd is not loaded here");
             return None;
         }
-        let driver = Driver::open().unwrap();
+        let (socket, server) = UnixStream::pair().unwrap();
         // The server answers at first, because udevd reads the device, too.
         let answers = Answers::new((Mutex::new(true), Condvar::new()));
-        let (identifier, device) = connect(&driver, None, &answers).unwrap();
+        let its = Arc::clone(&answers);
+        thread::spawn(move || serve(server, &its));
+        let identifier = format!("test {}", Uuid::new_v4());
+        let driver = Driver::open().unwrap();
+        let connect = Connect {
+            index: None,
+            identifier: &identifier,
+            bytes: BYTES,
+            block_bytes: 512,
+            flags: 1,
+            request_seconds: 30,
+            dead_seconds: 0,
+            sockets: &[socket.as_fd()],
+        };
+        let device = NbdDevice::of_index(driver.connect(&connect).unwrap()).unwrap();
         Some(Self {
             driver,
             identifier,
             device,
             answers,
         })
-    }
-
-    /// Attaches the device again, under another identifier.
-    pub fn reattach(&mut self) {
-        let index = index_of(self.device.block.dev).unwrap();
-        self.driver.disconnect(index).unwrap();
-        // It stays attached for as long as udevd has it open.
-        let connect = || connect(&self.driver, Some(index), &self.answers);
-        (self.identifier, self.device) = loop {
-            match connect() {
-                Err(error) if block::is_busy(&error) => thread::yield_now(),
-                connected => break connected.unwrap(),
-            }
-        };
     }
 
     fn claim(&self) -> io::Result<Option<Claimed<'_>>> {
@@ -94,30 +94,6 @@ impl Drop for Attached {
             .driver
             .disconnect(index_of(self.device.block.dev).unwrap());
     }
-}
-
-/// Attaches a device, of that index if there is one, to a server of its own.
-fn connect(
-    driver: &Driver,
-    index: Option<u32>,
-    answers: &Answers,
-) -> io::Result<(String, NbdDevice)> {
-    let (socket, server) = UnixStream::pair()?;
-    let answers = Arc::clone(answers);
-    thread::spawn(move || serve(server, &answers));
-    let identifier = format!("test {}", Uuid::new_v4());
-    let connect = Connect {
-        index,
-        identifier: &identifier,
-        bytes: BYTES,
-        block_bytes: 512,
-        flags: 1,
-        request_seconds: 30,
-        dead_seconds: 0,
-        sockets: &[socket.as_fd()],
-    };
-    let device = NbdDevice::of_index(driver.connect(&connect)?)?;
-    Ok((identifier, device))
 }
 
 fn serve(mut socket: UnixStream, answers: &Answers) {
