@@ -128,6 +128,12 @@ fn listed() -> impl FnOnce(io::Error) -> NbdError {
     failed(Path::new("/sys/block"), "look for the export in")
 }
 
+/// The export has a device that is being attached or detached.
+fn between() -> NbdError {
+    let doing = "wait for the export's device in";
+    failed(Path::new("/sys/block"), doing)(io::ErrorKind::ResourceBusy.into())
+}
+
 /// Attaches a new device to the export. The caller has found none that is attached.
 fn attach(
     driver: &Driver,
@@ -163,7 +169,7 @@ fn attach(
     // The handshake took a while, and another agent may have been faster.
     let found = identifiers.find(|found| found.export == *export);
     if found.map_err(listed())?.is_some() {
-        return Err(listed()(io::ErrorKind::ResourceBusy.into()));
+        return Err(between());
     }
     let made = || failed(Path::new("an NBD device"), "make");
     let mut chosen = Vec::new();
@@ -174,8 +180,7 @@ fn attach(
             if !shape.writes_zeroes() {
                 chosen.push(ReservedIndex::without_zeroes()?);
             }
-            let index = chosen.last().map(ReservedIndex::get);
-            driver.connect(&connect(index))
+            driver.connect(&connect(chosen.last().map(ReservedIndex::get)))
         },
         |made| made.as_ref().is_err_and(block::is_busy),
     )

@@ -264,16 +264,10 @@ pub async fn gone(uevents: &Uevents, source: &Source, device: &Device) -> io::Re
     uevents.wait(&sysfs::name_of(device.dev)?, check).await
 }
 
-/// Whether a later look may succeed. A file in sysfs answers ENODEV if its device went
-/// while it was open.
+/// Whether a later look may succeed.
 fn none_if_missing<T>(found: io::Result<Option<T>>) -> io::Result<Option<T>> {
     match found {
-        Err(error)
-            if error.kind() == io::ErrorKind::NotFound
-                || error.raw_os_error() == Some(libc::ENODEV) =>
-        {
-            Ok(None)
-        }
+        Err(error) if sysfs::is_missing(&error) => Ok(None),
         found => found,
     }
 }

@@ -12,6 +12,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rustix::io::Errno;
+
 use super::Dev;
 
 /// Bytes of a sector in sysfs, whatever the device's sector size.
@@ -221,6 +223,13 @@ pub fn attribute(path: impl AsRef<Path>) -> io::Result<String> {
     let length = File::open(path)?.read(&mut page)?;
     let text = std::str::from_utf8(&page[..length]).map_err(io::Error::other)?;
     Ok(text.to_owned())
+}
+
+/// Whether an attribute is missing. ENODEV: its device went while it was open (kernel document
+/// filesystems/sysfs).
+pub fn is_missing(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound
+        || error.raw_os_error() == Some(Errno::NODEV.raw_os_error())
 }
 
 fn directory(dev: Dev) -> PathBuf {

@@ -10,7 +10,6 @@
 use std::{fs, io, net::SocketAddr, path::PathBuf};
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
-use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::{ImageSpec, RbdDevice};
@@ -233,7 +232,7 @@ pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
         match look() {
             Ok(mapped) => found.extend(mapped),
             // It was unmapped meanwhile.
-            Err(error) if is_unmapped(&error) => {}
+            Err(error) if sysfs::is_missing(&error) => {}
             Err(error) => return Err(error),
         }
     }
@@ -257,17 +256,11 @@ pub fn addresses() -> io::Result<Vec<String>> {
     let mut found = Vec::new();
     for mapped in list(None)? {
         match attribute(mapped.id, CLIENT_ADDRESS) {
-            Err(error) if is_unmapped(&error) => {}
+            Err(error) if sysfs::is_missing(&error) => {}
             address => found.push(address?),
         }
     }
     Ok(found)
-}
-
-/// Whether the file is missing, or its device was unmapped while it was open.
-pub fn is_unmapped(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::NotFound
-        || error.raw_os_error() == Some(Errno::NODEV.raw_os_error())
 }
 
 fn attribute(id: u32, name: &str) -> io::Result<String> {

@@ -8,11 +8,9 @@
 use std::{io, path::PathBuf};
 
 use super::{
-    ImageSpec, KrbdError, Mapped, Mark, RbdDevice, Wanted,
-    error::failed,
-    mapped::{self, is_unmapped},
-    monitors,
+    ImageSpec, KrbdError, Mapped, Mark, RbdDevice, Wanted, error::failed, mapped, monitors,
 };
+use crate::kernel::sysfs;
 
 /// The device of the requested image, if it is mapped already.
 pub fn find(wanted: &Wanted<'_>) -> Result<Option<RbdDevice>, KrbdError> {
@@ -24,7 +22,7 @@ pub fn find(wanted: &Wanted<'_>) -> Result<Option<RbdDevice>, KrbdError> {
     };
     let device = match found.device() {
         Ok(device) => device,
-        Err(error) if is_unmapped(&error) => return Ok(None),
+        Err(error) if sysfs::is_missing(&error) => return Ok(None),
         Err(error) => return Err(failed("look at", format!("rbd{}", found.id))(error)),
     };
     let mark = found.config.mark.as_ref();

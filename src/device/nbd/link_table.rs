@@ -22,8 +22,8 @@ use std::{
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use super::{
-    Identifier, Link, LinkOptions, NbdError, Outage, attach, failed, is_behind, large_enough,
-    link::LinkState, listed, lock,
+    Identifier, Link, LinkOptions, NbdError, Outage, attach, between, failed, is_behind,
+    large_enough, link::LinkState, listed, lock,
 };
 use crate::{
     Detached, Done,
@@ -116,11 +116,7 @@ impl Links {
         let find = || identifiers.find(|found| found.export == *export);
         let found = retry_while_busy(find, is_between);
         if is_between(&found) {
-            let why = io::ErrorKind::ResourceBusy.into();
-            return Err(failed(
-                "/sys/block".as_ref(),
-                "wait for the export's device in",
-            )(why));
+            return Err(between());
         }
         if let Some((device, found)) = found.map_err(listed())? {
             let otherwise = |how: String| NbdError::AttachedOtherwise {

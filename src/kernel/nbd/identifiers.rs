@@ -16,8 +16,6 @@ use std::{
     sync::{Mutex, MutexGuard},
 };
 
-use rustix::io::Errno;
-
 use super::NbdDevice;
 use crate::kernel::{sysfs, uevents::PendingUevents};
 
@@ -76,9 +74,8 @@ impl<T: Clone> Identifiers<T> {
                 return Ok(None);
             };
             table.read(index, self.parse)?;
-            if table.first(&predicate) == Some(index) {
-                let identifier = table.known[&index].clone();
-                return Ok(Some((NbdDevice::of_index(index)?, identifier)));
+            if let Some(identifier) = table.known.get(&index).filter(|it| predicate(it)) {
+                return Ok(Some((NbdDevice::of_index(index)?, identifier.clone())));
             }
             // It was disconnected; meanwhile its export may have got another device.
         }
@@ -125,20 +122,20 @@ impl<T> Table<T> {
     }
 
     fn read(&mut self, index: u32, parse: fn(&str) -> Option<T>) -> io::Result<()> {
-        self.known.remove(&index);
-        self.changed.insert(index);
-        match sysfs::nbd_backend_at(index) {
-            Ok(identifier) => {
-                let identifier = parse(&identifier).map(|identifier| (index, identifier));
-                self.known.extend(identifier);
-                self.changed.remove(&index);
-            }
-            Err(error) if !is_missing(&error) => return Err(error),
-            Err(_) if sysfs::nbd_is_attached_at(index)? => {}
+        let identifier = match sysfs::nbd_backend_at(index) {
+            Ok(identifier) => parse(&identifier),
+            Err(error) if !sysfs::is_missing(&error) => return Err(error),
             Err(_) => {
-                self.changed.remove(&index);
+                if sysfs::nbd_is_attached_at(index)? {
+                    self.changed.insert(index);
+                }
+                None
             }
-        }
+        };
+        match identifier {
+            Some(identifier) => self.known.insert(index, identifier),
+            None => self.known.remove(&index),
+        };
         Ok(())
     }
 
@@ -146,13 +143,6 @@ impl<T> Table<T> {
         let mut known = self.known.iter();
         known.find(|(_, it)| predicate(it)).map(|(index, _)| *index)
     }
-}
-
-/// Whether the file is not there, or went while it was read (kernel document
-/// filesystems/sysfs).
-fn is_missing(error: &io::Error) -> bool {
-    let errno = Errno::from_io_error(error);
-    matches!(errno, Some(Errno::NOENT | Errno::NODEV))
 }
 
 #[cfg(test)]
