@@ -129,7 +129,7 @@ pictures: build ## Draw the dashboard for docs/, from a run of the agents
 	$(PYTHON)/bin/pip install -q matplotlib==3.11.2
 	$(PYTHON)/bin/python scripts/draw_dashboard.py
 
-check_monitoring = { [ -e $(PYTHON)/installed ] && command -v promtool && command -v prometheus && command -v ceph-mon && \
+check_monitoring = { [ -e $(PYTHON)/installed ] && command -v promtool && command -v prometheus && \
 	  { command -v kubectl || command -v kustomize; }; } >/dev/null || { \
 	  echo "**** NOT TESTED: alerting rules and dashboard, tools or packages of Python are missing"; \
 	  [ -z "$$CI" ] || ! grep -qx ID=debian /etc/os-release; exit; }; \

@@ -188,7 +188,7 @@ pub fn timed(mut run: impl FnMut()) -> Duration {
 }
 
 /// Where udevd runs, waits until it has looked at new devices.
-pub fn settle() {
+fn settle() {
     udevadm(&["settle"]);
 }
 

@@ -20,7 +20,7 @@ use testkit::{BareVolume, MIB, ResourceUsage, Volume, resident_kib};
 use crate::{
     backends::Backend,
     life::on_threads,
-    rig::{PausedUdevd, Rig, median, settle},
+    rig::{PausedUdevd, Rig, median},
 };
 
 /// Callers at once.
@@ -193,7 +193,6 @@ fn stage_bare(volumes: &[BareVolume]) -> (Vec<Duration>, Duration) {
     for (volume, node) in staged.into_iter().flatten() {
         volume.unstage(&node);
     }
-    settle();
     (took.into_inner().expect("no panic"), all)
 }
 

@@ -132,12 +132,11 @@ start_nbd_server() {
 serve_rbd() {
   start_ceph
   node_flags+=(--ceph-config "$work/ceph.json")
-  controller_flags+=("${ceph_flags[@]}")
   class=("${ceph_class[@]}")
 }
 
-# Sets `ceph_flags` of a controller, and `ceph_class` of uringctl's commands that create a
-# volume.
+# Adds the flags of a controller, and sets `ceph_class` of the uringctl commands that create
+# a volume.
 start_ceph() {
   local name value
   declare -A its
@@ -157,7 +156,7 @@ JSON
   printf %s "${its[user]}" >"$work/secret/userID"
   printf %s "${its[key]}" >"$work/secret/userKey"
   export URING_CSI_SECRETS=$work/secret
-  ceph_flags=(--ceph-config "$work/ceph.json" --ceph-secret "$work/secret")
+  controller_flags+=(--ceph-config "$work/ceph.json" --ceph-secret "$work/secret")
   ceph_class=(--pool "${its[pool]}" --parameter clusterID=demo --parameter imageFeatures=layering)
 }
 

@@ -161,7 +161,6 @@ node_flags=(--metrics-listen 127.0.0.1:$NODE_PORT --volumes "$work/volumes")
 mkdir "$work/volumes"
 touch "$work/volumes/.uring-csi-volumes"
 start_ceph
-controller_flags+=("${ceph_flags[@]}")
 mkdir "$work/refused"
 echo -n nobody >"$work/refused/userID"
 cp "$work/secret/userKey" "$work/refused"
