@@ -79,6 +79,7 @@ pub use held::{Answer, Listed, Outcome};
 pub use stats::{Space, Usage};
 
 use held::Volume;
+use nested::Paths;
 use occupied::Occupied;
 use places::Places;
 use reconcile::Unrecovered;
@@ -122,6 +123,8 @@ pub struct Node {
     uevents: Uevents,
     runtime: RuntimeHandle,
     volumes: Mutex<HashMap<String, Arc<Volume>>>,
+    /// Where they are.
+    paths: Arc<Paths>,
     occupied: Occupied,
     unrecovered: Unrecovered,
     heartbeat: Arc<Heartbeat>,
@@ -159,6 +162,7 @@ impl Node {
             uevents: Uevents::start()?,
             runtime: RuntimeHandle::current(),
             volumes: Mutex::default(),
+            paths: Arc::default(),
             occupied: Occupied::default(),
             unrecovered: Unrecovered::default(),
             heartbeat,
@@ -217,7 +221,7 @@ impl Node {
         let mut volumes = self.volumes();
         let volume = volumes
             .entry(id.to_owned())
-            .or_insert_with(|| Arc::new(Volume::new(id)));
+            .or_insert_with(|| Arc::new(Volume::new(id, Arc::clone(&self.paths))));
         Arc::clone(volume)
     }
 

@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeMap,
-    fmt,
+    fmt, iter,
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -18,6 +18,7 @@ use tokio::sync::oneshot;
 use super::{
     Node, VolumeError,
     error::Cause,
+    nested::Paths,
     places::{Places, absent_is_none},
     progress::{Progress, UnderWay},
     record::{Held, Record, Target},
@@ -90,6 +91,8 @@ pub struct Volume {
     pub id: String,
     /// Its record and targets, while this node holds it.
     held: Mutex<Option<Held>>,
+    /// Where this node's volumes are; changed under the lock of `held`.
+    paths: Arc<Paths>,
     /// How often it was published; read and changed under the lock of `held`.
     pub published: AtomicU64,
     /// Questions to its file system.
@@ -99,11 +102,12 @@ pub struct Volume {
 }
 
 impl Volume {
-    /// A volume without a record.
-    pub fn new(id: &str) -> Self {
+    /// A volume without a record, one of those whose paths are `paths`.
+    pub fn new(id: &str, paths: Arc<Paths>) -> Self {
         Self {
             id: id.to_owned(),
             held: Mutex::default(),
+            paths,
             published: AtomicU64::default(),
             asked: Arc::default(),
             running: Mutex::default(),
@@ -144,25 +148,28 @@ impl Volume {
 
 impl Volume {
     /// Replaces the volume's record and targets; the gauges follow.
-    pub(super) fn hold(&self, held: Option<Held>) {
-        self.change_held(|now| *now = held);
+    pub(super) fn hold(&self, with: Option<Held>) {
+        let mut held = self.held();
+        let state = |held: &Option<Held>| held.as_ref().map(|held| held.record.state());
+        metrics::volume_state_changed(state(&held), state(&with));
+        (with.iter().flat_map(paths_of)).for_each(|path| self.paths.add(path));
+        (held.iter().flat_map(paths_of)).for_each(|path| self.paths.remove(path));
+        *held = with;
     }
 
     /// Replaces the volume's record. Its targets stay: a publish may add one meanwhile.
     pub(super) fn hold_record(&self, record: Record) {
-        self.change_held(|held| {
-            let targets = held.take().map(|held| held.targets);
-            let targets = targets.unwrap_or_default();
-            *held = Some(Held { record, targets });
-        });
-    }
-
-    fn change_held(&self, change: impl FnOnce(&mut Option<Held>)) {
-        let state = |held: &Option<Held>| held.as_ref().map(|h| h.record.state());
         let mut held = self.held();
-        let before = state(&held);
-        change(&mut held);
-        metrics::volume_state_changed(before, state(&held));
+        let before = held.as_ref().map(|held| held.record.state());
+        metrics::volume_state_changed(before, Some(record.state()));
+        self.paths.add(&record.staging_path);
+        if let Some(held) = held.as_mut() {
+            self.paths.remove(&held.record.staging_path);
+            held.record = record;
+        } else {
+            let targets = BTreeMap::new();
+            *held = Some(Held { record, targets });
+        }
     }
 
     /// Whether this node has it staged or published at the path, which is canonical.
@@ -178,6 +185,12 @@ impl Volume {
     pub(super) fn record(&self) -> Option<Record> {
         self.held().as_ref().map(|held| held.record.clone())
     }
+}
+
+/// Where the volume is.
+fn paths_of(held: &Held) -> impl Iterator<Item = &Path> {
+    let targets = held.targets.keys().map(PathBuf::as_path);
+    iter::once(&*held.record.staging_path).chain(targets)
 }
 
 impl Record {
@@ -238,8 +251,9 @@ impl Volume {
         if let Some(held) = held.as_mut()
             && targets.published == self.published.load(Relaxed)
         {
-            held.targets
-                .retain(|path, _| !targets.unmounted.contains(path));
+            for path in &targets.unmounted {
+                self.drop_target_of(held, path);
+            }
         }
     }
 
@@ -247,15 +261,23 @@ impl Volume {
     pub(super) fn set_target(&self, path: &Path, target: Target) {
         let mut held = self.held();
         self.published.fetch_add(1, Relaxed);
-        if let Some(held) = held.as_mut() {
-            held.targets.insert(path.to_owned(), target);
+        if let Some(held) = held.as_mut()
+            && held.targets.insert(path.to_owned(), target).is_none()
+        {
+            self.paths.add(path);
         }
     }
 
     /// Removes a target.
     pub(super) fn drop_target(&self, path: &Path) {
         if let Some(held) = self.held().as_mut() {
-            held.targets.remove(path);
+            self.drop_target_of(held, path);
+        }
+    }
+
+    fn drop_target_of(&self, held: &mut Held, path: &Path) {
+        if held.targets.remove(path).is_some() {
+            self.paths.remove(path);
         }
     }
 }

@@ -5,7 +5,14 @@
 //! and removed in the volume that is mounted there, or the one mount would hide the
 //! other. Paths are compared as text; no disk is read.
 
-use std::{iter, os::unix::ffi::OsStrExt as _, path::Path};
+use std::{
+    collections::BTreeMap,
+    iter,
+    ops::Bound::{Excluded, Unbounded},
+    os::unix::ffi::OsStrExt as _,
+    path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 use super::{
     context::Context,
@@ -13,6 +20,44 @@ use super::{
     places::{STAGING, TARGET},
     spec::Use,
 };
+
+/// The paths at which this node has volumes, and how many each has. Those below a path
+/// follow it, so a look takes hardly longer with a thousand volumes than with one.
+#[derive(Debug, Default)]
+pub(super) struct Paths(Mutex<BTreeMap<PathBuf, usize>>);
+
+impl Paths {
+    /// Adds a volume's path. A volume that is only formatted has an empty one, which counts
+    /// for nothing.
+    pub fn add(&self, path: &Path) {
+        if !path.as_os_str().is_empty() {
+            *self.lock().entry(path.to_owned()).or_default() += 1;
+        }
+    }
+
+    /// Removes a path that was added.
+    pub fn remove(&self, path: &Path) {
+        let mut paths = self.lock();
+        if let Some(volumes) = paths.get_mut(path) {
+            *volumes -= 1;
+            if *volumes == 0 {
+                paths.remove(path);
+            }
+        }
+    }
+
+    /// Whether a volume has the path, or one above or below it.
+    fn touch(&self, path: &Path) -> bool {
+        let paths = self.lock();
+        let next = paths.range::<Path, _>((Excluded(path), Unbounded)).next();
+        next.is_some_and(|(next, _)| next.starts_with(path))
+            || path.ancestors().any(|above| paths.contains_key(above))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<PathBuf, usize>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 /// The use of a volume's path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +110,7 @@ impl Context<'_> {
             PathOf::Staging | PathOf::RawStaging => held.record.staging_path == path,
             PathOf::Target => held.targets.contains_key(path),
         });
-        if is_had {
+        if is_had || !self.node.paths.touch(path) {
             return Ok(());
         }
         for other in self.node.volumes().values() {
@@ -77,8 +122,7 @@ impl Context<'_> {
             let staging = (of_staging, &held.record.staging_path);
             let targets = held.targets.keys().map(|target| (PathOf::Target, target));
             let paths = iter::once(staging).chain(targets);
-            // Of the paths of a thousand volumes few need more than this.
-            for (taken_for, taken) in paths.filter(|(_, taken)| may_touch(path, taken)) {
+            for (taken_for, taken) in paths {
                 let is_both = path == taken && of.excludes(taken_for);
                 if is_both || is_below(path, taken) || is_below(taken, path) {
                     return Err(Cause::Invalid {
@@ -96,13 +140,6 @@ impl Context<'_> {
         }
         Ok(())
     }
-}
-
-/// Whether one path may be the other, or above it: one's text begins with the other's.
-fn may_touch(one: &Path, other: &Path) -> bool {
-    let [one, other] = [one, other].map(|path| path.as_os_str().as_bytes());
-    let both = one.len().min(other.len());
-    one[..both] == other[..both]
 }
 
 /// A volume that is only formatted has an empty path, which nothing is below.
@@ -131,7 +168,30 @@ mod tests {
         fn any_path_below_another_starts_with_its_components(path in "(/[ab]{1,2}){1,4}", above in "(/[ab]{1,2}){1,3}") {
             let [path, above] = [&path, &above].map(Path::new);
             prop_assert_eq!(is_below(path, above), path != above && path.starts_with(above));
-            prop_assert!(may_touch(path, above) || !path.starts_with(above) && !above.starts_with(path));
+        }
+
+        #[test]
+        fn a_path_touches_those_above_and_below_until_they_are_removed(
+            taken in proptest::collection::vec("(/[ab-]{1,2}){1,3}", 0..6),
+            path in "(/[ab-]{1,2}){1,3}",
+        ) {
+            let paths = Paths::default();
+            let path = Path::new(&path);
+            for taken in &taken {
+                paths.add(Path::new(taken));
+            }
+            paths.add(Path::new(""));
+            for removed in 0..=taken.len() {
+                let touches = |taken: &String| {
+                    let taken = Path::new(taken);
+                    taken == path || is_below(taken, path) || is_below(path, taken)
+                };
+                prop_assert_eq!(paths.touch(path), taken[removed..].iter().any(touches));
+                if let Some(taken) = taken.get(removed) {
+                    paths.remove(Path::new(taken));
+                }
+            }
+            prop_assert!(paths.lock().is_empty());
         }
     }
 }
