@@ -144,7 +144,7 @@ impl CephImages {
             let device = nbd_backed::device(volume_id)?;
             return Ok(Some((Source::Rbd(source), device)));
         }
-        let listed = krbd::mapped::list(Some(&source.image.name));
+        let listed = krbd::mapped::named(&source.image.name);
         let mut mapped: Vec<_> = listed.map_err(io("list the mapped images"))?;
         mapped.retain(|mapped| {
             source.image.is_named_as(&mapped.image)
@@ -266,7 +266,7 @@ fn found_as(mapped: &Mapped, volume_id: &str) -> Result<FoundDevice, DeviceError
 /// Whether an image is mapped that no agent of this driver mapped, and that is none of the
 /// known devices.
 fn has_unknown_image(known: &[Device]) -> Result<bool, DeviceError> {
-    let mapped = krbd::mapped::list(None).map_err(io("list the mapped images"))?;
+    let mapped = krbd::mapped::list().map_err(io("list the mapped images"))?;
     for mapped in mapped.iter().filter(|it| it.config.mark.is_none()) {
         let dev = device_of(mapped)?.dev;
         if !known.iter().any(|device| device.dev == dev) {
@@ -373,7 +373,7 @@ impl BackendVolume for BoundCephImage<'_> {
     }
 
     fn attached(&self) -> Result<Option<Device>, DeviceError> {
-        let listed = krbd::mapped::list(Some(&self.source.image.name));
+        let listed = krbd::mapped::named(&self.source.image.name);
         let mut listed = listed.map_err(io("list the mapped images"))?.into_iter();
         let its = listed.find(|mapped| {
             let mark = mapped.config.mark.as_ref();

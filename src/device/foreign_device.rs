@@ -75,6 +75,6 @@ impl ForeignDevice {
             let node = PathBuf::from(format!("/dev/rbd{}", mapped.id));
             (mapped.image.to_string(), node)
         };
-        Ok(mapped::list(None)?.into_iter().map(one).collect())
+        Ok(mapped::list()?.into_iter().map(one).collect())
     }
 }

@@ -7,7 +7,14 @@
 //!
 //! Source: Documentation/ABI/testing/sysfs-bus-rbd.
 
-use std::{fs, io, net::SocketAddr, path::PathBuf};
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    net::SocketAddr,
+    os::unix::fs::DirEntryExt as _,
+    path::PathBuf,
+    sync::{Mutex, PoisonError},
+};
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 use serde::{Deserialize, Serialize};
@@ -213,8 +220,20 @@ fn id_of(dev: Dev) -> Option<u32> {
     name.strip_prefix("rbd")?.parse().ok()
 }
 
-/// The mapped images of that name, whatever their pools; or all.
-pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
+/// The mapped images of that name, whatever their pools.
+pub fn named(name: &str) -> io::Result<Vec<Mapped>> {
+    let mut found = list_where(|id, inode| is_named(id, inode, name))?;
+    found.retain(|mapped| mapped.image.name == name);
+    Ok(found)
+}
+
+/// All mapped images.
+pub fn list() -> io::Result<Vec<Mapped>> {
+    list_where(|_, _| Ok(true))
+}
+
+/// Those of which `is` tells by the device's id and the inode of its entry.
+fn list_where(is: impl Fn(u32, u64) -> io::Result<bool>) -> io::Result<Vec<Mapped>> {
     let entries = match fs::read_dir(DEVICES) {
         // Without the driver no image is mapped.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -222,12 +241,13 @@ pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
     };
     let mut found = Vec::new();
     for entry in entries {
-        let Some(id) = entry?.file_name().to_str().and_then(|id| id.parse().ok()) else {
+        let entry = entry?;
+        let Some(id) = entry.file_name().to_str().and_then(|id| id.parse().ok()) else {
             continue;
         };
-        let look = || match name {
-            Some(name) if attribute(id, "name")? != name => Ok(None),
-            _ => Mapped::of_id(id).map(Some),
+        let look = || {
+            let is_one = is(id, entry.ino())?;
+            is_one.then(|| Mapped::of_id(id)).transpose()
         };
         match look() {
             Ok(mapped) => found.extend(mapped),
@@ -237,6 +257,24 @@ pub fn list(name: Option<&str>) -> io::Result<Vec<Mapped>> {
         }
     }
     Ok(found)
+}
+
+/// The names of the images by the ids of their devices, with the inodes of their entries: a
+/// name never changes, and sysfs gives the entry of a later map another inode. Each map looks
+/// for its image among all, and this has it read the names of new ones only.
+static NAMES: Mutex<BTreeMap<u32, (u64, String)>> = Mutex::new(BTreeMap::new());
+
+fn is_named(id: u32, inode: u64, name: &str) -> io::Result<bool> {
+    let names = || NAMES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((known, has)) = names().get(&id)
+        && *known == inode
+    {
+        return Ok(has == name);
+    }
+    let has = attribute(id, "name")?;
+    let is = has == name;
+    names().insert(id, (inode, has));
+    Ok(is)
 }
 
 /// The id of the driver's client that has the image open for the device, as among the
@@ -254,7 +292,7 @@ pub fn address_of(dev: Dev) -> Option<String> {
 /// The addresses of all of the driver's clients.
 pub fn addresses() -> io::Result<Vec<String>> {
     let mut found = Vec::new();
-    for mapped in list(None)? {
+    for mapped in list()? {
         match attribute(mapped.id, CLIENT_ADDRESS) {
             Err(error) if sysfs::is_missing(&error) => {}
             address => found.push(address?),

@@ -79,7 +79,7 @@ pub fn which(mapped: &Mapped, wanted: &Wanted<'_>) -> Which {
 fn recognised(wanted: &Wanted<'_>) -> Result<Option<Mapped>, KrbdError> {
     let image = wanted.image;
     let listed =
-        mapped::list(Some(&image.name)).map_err(failed("list", "the mapped images".to_owned()))?;
+        mapped::named(&image.name).map_err(failed("list", "the mapped images".to_owned()))?;
     let mut found: Option<Mapped> = None;
     for mapped in listed {
         if !mapped.image.is_named_as(image) {
@@ -110,7 +110,7 @@ fn recognised(wanted: &Wanted<'_>) -> Result<Option<Mapped>, KrbdError> {
 /// The device that was just mapped with this mark.
 pub fn marked(image: &ImageSpec, mark: &Mark) -> Result<RbdDevice, KrbdError> {
     let look = || {
-        let listed = mapped::list(Some(&image.name))?.into_iter();
+        let listed = mapped::named(&image.name)?.into_iter();
         let mut ours = listed.filter(|mapped| mapped.config.mark.as_ref() == Some(mark));
         ours.next().ok_or(io::ErrorKind::NotFound)?.device()
     };
@@ -119,7 +119,7 @@ pub fn marked(image: &ImageSpec, mark: &Mark) -> Result<RbdDevice, KrbdError> {
 
 /// The image that was mapped for the volume, if its agent did not record it.
 pub fn find_marked(volume_id: &str) -> io::Result<Option<Mapped>> {
-    let listed = mapped::list(None)?.into_iter();
+    let listed = mapped::list()?.into_iter();
     let mut its = listed.filter(|mapped| {
         let mark = mapped.config.mark.as_ref();
         mark.is_some_and(|mark| mark.volume_id == volume_id)

@@ -80,7 +80,7 @@ impl Test {
 
 impl Drop for Test {
     fn drop(&mut self) {
-        for mapped in mapped::list(Some(&self.image.name)).unwrap() {
+        for mapped in mapped::named(&self.image.name).unwrap() {
             let _ = unmap(&mapped.device().unwrap()).unwrap();
         }
         let spec = self.spec();
@@ -261,7 +261,26 @@ fn refusals_of_the_cluster_have_distinct_errors() {
         ..wanted
     });
     assert!(matches!(error.unwrap_err(), KrbdError::Unsuited { .. }));
-    assert!(mapped::list(Some(&test.image.name)).unwrap().is_empty());
+    assert!(mapped::named(&test.image.name).unwrap().is_empty());
+}
+
+/// The kernel gives the device of the second image the number that the first one had.
+#[test]
+fn a_name_that_was_read_is_not_taken_for_that_of_a_later_map() {
+    let [Some(one), Some(other)] = ["earlier", "later"].map(Test::new) else {
+        return;
+    };
+    for test in [&one, &other, &one] {
+        let (device, done) = test.map(&test.wanted()).unwrap();
+        assert_eq!(done, Done::Now);
+        for at in [&one, &other] {
+            let found = mapped::named(&at.image.name).unwrap();
+            let devs: Vec<_> = found.iter().map(|it| it.device().unwrap().dev).collect();
+            let is_it = at.image == test.image;
+            assert_eq!(devs, is_it.then_some(device.dev).as_slice());
+        }
+        assert_eq!(unmap(&device).unwrap(), Detached::Now);
+    }
 }
 
 #[test]
