@@ -49,6 +49,7 @@ mod layout;
 mod mounted;
 mod nested;
 mod occupied;
+mod paths;
 mod places;
 mod prepare;
 mod progress;
@@ -79,8 +80,8 @@ pub use held::{Answer, Listed, Outcome};
 pub use stats::{Space, Usage};
 
 use held::Volume;
-use nested::Paths;
 use occupied::Occupied;
+use paths::Paths;
 use places::Places;
 use reconcile::Unrecovered;
 use record::Records;

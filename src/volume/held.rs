@@ -18,7 +18,7 @@ use tokio::sync::oneshot;
 use super::{
     Node, VolumeError,
     error::Cause,
-    nested::Paths,
+    paths::Paths,
     places::{Places, absent_is_none},
     progress::{Progress, UnderWay},
     record::{Held, Record, Target},

@@ -10,7 +10,7 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use super::{error::Cause, nested::is_below};
+use super::{error::Cause, paths::is_below};
 
 /// The paths of the calls under way.
 #[derive(Debug, Default)]
