@@ -237,8 +237,12 @@ check_python() {
 # installed.
 check_prometheus() {
   command -v promtool >/dev/null && command -v prometheus >/dev/null && return
-  printf 'setup: unpacking prometheus into %s\n' "$prometheus"
-  scripts/unpack.sh "$(. /etc/os-release && echo "${VERSION_CODENAME:-}")" "$prometheus" prometheus ||
+  local suite packages=(prometheus)
+  suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+  # A package of its own since Debian 13.
+  [[ $suite == bookworm ]] || packages+=(promtool)
+  printf 'setup: unpacking %s into %s\n' "${packages[*]}" "$prometheus"
+  scripts/unpack.sh "$suite" "$prometheus" "${packages[@]}" ||
     echo "setup: without promtool and prometheus the alerting rules are not checked" >&2
 }
 
