@@ -187,10 +187,10 @@ impl BoundCephImage<'_> {
             }
             return Ok((device, Done::Already));
         }
+        let greeting = Greeting::ask(&wanted)?;
         self.refuse_secondary(known)?;
         // The map of a killed agent would be taken for another client's.
         self.images.mapper.is_under_way(&options.volume_id)?;
-        let greeting = Greeting::ask(&wanted)?;
         // A second writer destroys the image. Readers do not, nor do writers that share
         // it by agreement.
         let alone = if one_writer { self.alone(known)? } else { None };
