@@ -138,8 +138,8 @@ check_monitoring = { [ -e $(PYTHON)/installed ] && command -v promtool && comman
 audit: ## Look for advisories against dependencies (needs the network and cargo-deny)
 	cargo deny check advisories
 
-# ONLY=nbd: one backend; QUICK=1: a short run, with fewer rounds and no p99; UPDATE=1: copy
-# the numbers into PERFORMANCE.md.
+# ONLY=nbd: one backend; QUICK=1: a short run, with fewer rounds and no p99; FAULTS=0: without
+# volumes that hang; UPDATE=1: copy the numbers into PERFORMANCE.md.
 bench: setup ## Measure the cases of PERFORMANCE.md
 	@scripts/bench.sh
 

@@ -47,6 +47,11 @@ pub fn is_quick() -> bool {
     std::env::args().any(|arg| arg == "--quick")
 }
 
+/// Whether nothing is to hang (FAULTS=0).
+pub fn are_left_out() -> bool {
+    std::env::var("FAULTS").is_ok_and(|faults| faults == "0")
+}
+
 /// Prints a table for each thing that can hang on any machine; whether all kept
 /// within [`LIMIT`].
 pub fn of_files() -> bool {

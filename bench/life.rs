@@ -1,6 +1,6 @@
 //! A volume's life: stage, publish, unpublish, unstage.
 
-use std::{cell::RefCell, path::PathBuf, thread};
+use std::{cell::RefCell, path::PathBuf, thread, time::Duration};
 
 use criterion::Criterion;
 use futures_util::future::join_all;
@@ -9,7 +9,7 @@ use testkit::{BareVolume, Volume};
 use crate::{
     backends::{Backend, SIZE},
     by_exec::ByExec,
-    rig::{Rig, time_of_life},
+    rig::{Rig, timed},
 };
 
 /// The first life of a blank volume of 1 GiB, with mkfs.
@@ -120,8 +120,8 @@ impl<'a> Lives<'a> {
             );
             self.rig.compare(
                 case,
-                || time_of_life(|| self.up_by_socket(), || self.down_by_socket()),
-                || time_of_life(|| self.up_bare(), || self.down_bare()),
+                || self.time_by_socket(),
+                || timed(|| self.up_bare()) + timed(|| self.down_bare()),
             );
         }
         self.rig.measure_life(
@@ -156,11 +156,12 @@ impl<'a> Lives<'a> {
             self.down_bare();
             two_calls();
         };
-        self.rig.compare(
-            case,
-            || time_of_life(|| self.up_by_socket(), || self.down_by_socket()),
-            || time_of_life(up, down),
-        );
+        self.rig
+            .compare(case, || self.time_by_socket(), || timed(up) + timed(down));
+    }
+
+    fn time_by_socket(&self) -> Duration {
+        timed(|| self.up_by_socket()) + timed(|| self.down_by_socket())
     }
 
     fn up_by_socket(&self) {

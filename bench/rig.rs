@@ -88,7 +88,9 @@ impl Rig {
     ) {
         self.sum(group, case, way, || {
             before();
-            time_of_life(&mut up, &mut down)
+            let took = timed(&mut up);
+            settle();
+            took + timed(&mut down)
         });
     }
 
@@ -99,13 +101,15 @@ impl Rig {
         answer.expect("an answer");
     }
 
-    /// How many times longer `ours` takes than `base`, each alternating with the other.
+    /// How many times longer `ours` takes than `base`, each alternating with the other, without
+    /// udevd, whose work on the devices of one would delay the other.
     pub fn compare(
         &self,
         case: &str,
         ours: impl FnMut() -> Duration,
         base: impl FnMut() -> Duration,
     ) {
+        let _udevd = PausedUdevd::new();
         self.ratios.borrow_mut().measure(case, ours, base);
     }
 
@@ -173,13 +177,6 @@ const LEAST: &[&str] = &["bare", "library", "GetPluginInfo", "empty service"];
 
 /// The ways that run programs.
 const PROGRAMS: &[&str] = &["exec", "exec df", "cp"];
-
-/// The time of `up` and `down`, without what udevd does in between.
-pub fn time_of_life(mut up: impl FnMut(), mut down: impl FnMut()) -> Duration {
-    let took = timed(&mut up);
-    settle();
-    took + timed(&mut down)
-}
 
 pub fn timed(mut run: impl FnMut()) -> Duration {
     let begin = Instant::now();

@@ -4,9 +4,9 @@
 # the node), `nfs` and `mapped` (device-mapper), on the test kernel (tests/kernel/in.sh), or
 # with HOST_KERNEL=1 on this machine's. The last two only see what others wait for while they
 # hang, and do not run with QUICK=1 unless ONLY names them.
-# ONLY=nbd runs one of them, QUICK=1 a short form. PROFILE=dev uses the tests' build,
-# which shows that the benches run, but gives no usable numbers. UPDATE=1 copies the numbers
-# into PERFORMANCE.md.
+# ONLY=nbd runs one of them, QUICK=1 a short form; FAULTS=0 leaves out the volumes that hang.
+# PROFILE=dev uses the tests' build, which shows that the benches run, but gives no usable
+# numbers. UPDATE=1 copies the numbers into PERFORMANCE.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -30,7 +30,7 @@ for backend in loop pools ceph nbd rbd nfs mapped; do
   if [[ $backend == loop || $backend == pools || $backend == ceph ]]; then
     run=(env BACKEND="$backend" "${command[@]}")
   else
-    run=(tests/kernel/in.sh env BACKEND="$backend" CRITERION_HOME=/tmp/criterion "${command[@]}")
+    run=(tests/kernel/in.sh env BACKEND="$backend" FAULTS="${FAULTS:-}" CRITERION_HOME=/tmp/criterion "${command[@]}")
   fi
   code=0
   "${run[@]}" | tee "$output/$backend" || code=$?
