@@ -78,7 +78,8 @@ export ONLY QUICK BACKEND HOST_KERNEL TEST_KERNEL
 test-matrix: setup ## Test on several kernels and releases of Ceph: takes hours
 	@tests/kernel/matrix.sh
 
-# SUITE=bookworm or trixie: only this one; ONLY=demo: only the demos.
+# SUITE=bookworm or trixie: only this one; ONLY=demo: only the demos, ONLY=unit or another
+# target: this instead of `test`.
 fresh: ## Run the commands of docs/start.md on a minimal Debian
 	@scripts/fresh.sh $(SUITE)
 

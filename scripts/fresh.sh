@@ -2,7 +2,7 @@
 # fresh.sh [SUITE...]: runs the commands of docs/start.md, `make demo` and `make test`, as on a
 # fresh machine: in a root file system of that Debian suite (bookworm and trixie) with
 # only the essential packages and apt. Uncommitted changes are included. With ONLY=demo it
-# runs only the demos.
+# runs only the demos, with ONLY="lint monitoring" these targets in place of `test`.
 #
 # The kernel is this machine's. So are the Rust toolchain and the sources of crates,
 # because both suites' Rust is too old: the toolchain is mounted read-only into the
@@ -42,7 +42,7 @@ inside() {
     sed 's|^cert *=.*|cert = /etc/pip-ca.crt|' /etc/pip.conf >"$root/etc/pip.conf"
   fi
   enter_root "$root" toolchain_and_registry
-  local tests="make --keep-going test"
+  local tests="make --keep-going ${ONLY:-test}"
   [[ ${ONLY:-} != demo ]] || tests=true
   # The commands of docs/start.md, in its order.
   env -i HOME=/root TERM="${TERM:-dumb}" PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/rust/bin \

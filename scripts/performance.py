@@ -79,6 +79,7 @@ class Run:
         if self.backend in ("nbd", "rbd") and os.environ.get("HOST_KERNEL") != "1":
             kernel = f"the test kernel on {kernel}"
         short = " QUICK=1" if os.environ.get("QUICK") else ""
+        short += " FAULTS=0" if os.environ.get("FAULTS") == "0" else ""
         profile = os.environ.get("PROFILE", "")
         build = f" PROFILE={profile}" if profile and profile != "bench" else ""
         load = round(os.getloadavg()[2])
