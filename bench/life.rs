@@ -9,7 +9,7 @@ use testkit::{BareVolume, Volume};
 use crate::{
     backends::{Backend, SIZE},
     by_exec::ByExec,
-    rig::{Rig, timed},
+    rig::Rig,
 };
 
 /// The first life of a blank volume of 1 GiB, with mkfs.
@@ -121,7 +121,10 @@ impl<'a> Lives<'a> {
             self.rig.compare(
                 case,
                 || self.time_by_socket(),
-                || timed(|| self.up_bare()) + timed(|| self.down_bare()),
+                || {
+                    self.rig
+                        .time_of_life(|| self.up_bare(), || self.down_bare())
+                },
             );
         }
         self.rig.measure_life(
@@ -156,12 +159,16 @@ impl<'a> Lives<'a> {
             self.down_bare();
             two_calls();
         };
-        self.rig
-            .compare(case, || self.time_by_socket(), || timed(up) + timed(down));
+        self.rig.compare(
+            case,
+            || self.time_by_socket(),
+            || self.rig.time_of_life(up, down),
+        );
     }
 
     fn time_by_socket(&self) -> Duration {
-        timed(|| self.up_by_socket()) + timed(|| self.down_by_socket())
+        self.rig
+            .time_of_life(|| self.up_by_socket(), || self.down_by_socket())
     }
 
     fn up_by_socket(&self) {

@@ -24,6 +24,7 @@ pub struct Rig {
     times: RefCell<BTreeMap<(String, &'static str), Vec<Duration>>>,
     /// Of cases to their base.
     ratios: RefCell<Ratios>,
+    guards_ratios: bool,
 }
 
 impl Rig {
@@ -34,13 +35,15 @@ impl Rig {
             .build()
             .expect("a runtime");
         let node = runtime.block_on(Node::start_with(&sandbox, setup(&sandbox)));
+        let ratios = Ratios::load(backend);
         Self {
             backend: backend.to_owned(),
             runtime,
             node,
             sandbox,
             times: RefCell::default(),
-            ratios: RefCell::new(Ratios::load(backend)),
+            guards_ratios: ratios.guarded,
+            ratios: RefCell::new(ratios),
         }
     }
 
@@ -101,21 +104,31 @@ impl Rig {
         answer.expect("an answer");
     }
 
-    /// How many times longer `ours` takes than `base`, each alternating with the other, without
-    /// udevd, whose work on the devices of one would delay the other.
+    /// How many times longer `ours` takes than `base`, each alternating with the other: without
+    /// udevd, whose work on the devices of one would delay the other. Only the guarded run is
+    /// beside it: the events that udevd handles afterwards would take minutes.
     pub fn compare(
         &self,
         case: &str,
         ours: impl FnMut() -> Duration,
         base: impl FnMut() -> Duration,
     ) {
-        let _udevd = PausedUdevd::new();
+        let _udevd = (!self.guards_ratios()).then(PausedUdevd::new);
         self.ratios.borrow_mut().measure(case, ours, base);
+    }
+
+    /// The time of `up` and `down` where two are compared, without what udevd does in between.
+    pub fn time_of_life(&self, up: impl FnMut(), down: impl FnMut()) -> Duration {
+        let took = timed(up);
+        if self.guards_ratios() {
+            settle();
+        }
+        took + timed(down)
     }
 
     /// Whether `bench/ratios.txt` holds for this run.
     pub fn guards_ratios(&self) -> bool {
-        self.ratios.borrow().guarded
+        self.guards_ratios
     }
 
     /// Whether no case takes much longer than it did.
