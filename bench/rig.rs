@@ -197,9 +197,10 @@ pub fn timed(mut run: impl FnMut()) -> Duration {
     begin.elapsed()
 }
 
-/// Where udevd runs, waits until it has looked at new devices.
+/// Where udevd runs, waits until it has looked at new devices. By default udevadm gives up after
+/// two minutes, which the events of many RBD devices can take.
 fn settle() {
-    udevadm(&["settle"]);
+    udevadm(&["settle", "--timeout=1800"]);
 }
 
 /// While it lives, udevd, where it runs, leaves events in its queue. If the bench is killed,
@@ -221,10 +222,14 @@ impl Drop for PausedUdevd {
     }
 }
 
-/// Calls udevadm(8) where udevd runs. A failure would only make the numbers worse.
+/// Calls udevadm(8) where udevd runs. After a failure udevd's work would fall into some way's
+/// time, so it is printed.
 fn udevadm(arguments: &[&str]) {
-    if Path::new("/run/udev/control").exists() {
-        let _ = run_err(&[&["udevadm"], arguments].concat());
+    if !Path::new("/run/udev/control").exists() {
+        return;
+    }
+    if let Err(error) = run_err(&[&["udevadm"], arguments].concat()) {
+        eprintln!("udevadm {arguments:?}: {error}");
     }
 }
 

@@ -3,7 +3,7 @@
 # (image files, and Ceph, in the controller) on this machine's kernel; `nbd`, `rbd` (Ceph on
 # the node), `nfs` and `mapped` (device-mapper), on the test kernel (tests/kernel/in.sh), or
 # with HOST_KERNEL=1 on this machine's. The last two only see what others wait for while they
-# hang, and do not run with QUICK=1 unless ONLY names them.
+# hang, and do not run with QUICK=1 or FAULTS=0 unless ONLY names them.
 # ONLY=nbd runs one of them, QUICK=1 a short form; FAULTS=0 leaves out the volumes that hang.
 # PROFILE=dev uses the tests' build, which shows that the benches run, but gives no usable
 # numbers. UPDATE=1 copies the numbers into PERFORMANCE.md.
@@ -25,7 +25,8 @@ measured=()
 failed=()
 for backend in loop pools ceph nbd rbd nfs mapped; do
   [[ ${ONLY:-$backend} == "$backend" ]] || continue
-  if [[ $backend == nfs || $backend == mapped ]] && [[ -n ${QUICK:-} && -z ${ONLY:-} ]]; then continue; fi
+  if [[ $backend == nfs || $backend == mapped ]] && [[ -z ${ONLY:-} ]] &&
+    [[ -n ${QUICK:-} || ${FAULTS:-} == 0 ]]; then continue; fi
   known=1
   if [[ $backend == loop || $backend == pools || $backend == ceph ]]; then
     run=(env BACKEND="$backend" "${command[@]}")

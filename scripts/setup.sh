@@ -238,7 +238,7 @@ check_python() {
 check_prometheus() {
   command -v promtool >/dev/null && command -v prometheus >/dev/null && return
   local suite packages=(prometheus)
-  suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+  suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}") || suite=
   # A package of its own since Debian 13.
   [[ $suite == bookworm ]] || packages+=(promtool)
   printf 'setup: unpacking %s into %s\n' "${packages[*]}" "$prometheus"

@@ -8,8 +8,9 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// The paths at which this node has volumes, and how many each has. Those below a path
-/// follow it, so a look takes hardly longer with a thousand volumes than with one.
+/// The paths at which this node has volumes, and how many each has. They are ordered by
+/// component, so those below a path follow it, and a look takes hardly longer with a
+/// thousand volumes than with one.
 #[derive(Debug, Default)]
 pub(super) struct Paths(Mutex<BTreeMap<PathBuf, usize>>);
 

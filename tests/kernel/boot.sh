@@ -18,8 +18,8 @@ shift
 # Untouched memory costs nothing.
 memory=4G
 # For the whole run. With every step of the crash matrix, one krbd story alone takes a
-# quarter of an hour.
-[[ -z ${EVERY_STEP:-} ]] || LONGEST=${LONGEST:-6h}
+# quarter of an hour; with every file system the stories of faults run one by one.
+[[ -z ${EVERY_STEP:-}${EVERY_FS:-} ]] || LONGEST=${LONGEST:-6h}
 longest=${LONGEST:-50m}
 
 # A blank would end a kernel parameter.

@@ -85,7 +85,7 @@ export longest=600
 # of a process, and the host limits these to 65530 (vm.max_map_count): beyond that an OSD,
 # with its data in memory, hangs. The memory of one grows with every test.
 together=10
-# That of 18.2 took 1.6 times as many mappings in the same tests as that of 16.2.
+# An OSD of 18.2 took 1.6 times as many mappings in the same tests as that of 16.2.
 release=$(ceph-osd --version 2>/dev/null | cut -d' ' -f3 || true)
 [[ ! $release =~ ^[0-9]+ ]] || ((BASH_REMATCH[0] < 17)) || together=6
 
@@ -131,12 +131,13 @@ ignored=$(list "$library" --ignored)
 left_out=$(list "$stories" --ignored | grep -E "$minutes" || true)
 if [[ -n ${MATRIX:-} ]]; then ignored=$(grep -vE "$minutes" <<<"$ignored") left_out=; fi
 tests "$library" "$of_library" "$ignored"
+faults=
 if [[ -n ${EVERY_FS:-} ]]; then
   faults=$(list "$stories" | grep '^faults::' | grep -E "$of_stories" || true)
   left_out+=$'\n'$faults
 fi
 tests "$stories" "$of_stories" "$left_out"
-if [[ -n ${faults:-} ]]; then
+if [[ -n $faults ]]; then
   jobs=1
   tests "$stories" '^faults::' "$(list "$stories" | grep -vxF "$faults" || true)"
 fi

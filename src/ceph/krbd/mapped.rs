@@ -223,6 +223,7 @@ fn id_of(dev: Dev) -> Option<u32> {
 /// The mapped images of that name, whatever their pools.
 pub fn named(name: &str) -> io::Result<Vec<Mapped>> {
     let mut found = list_where(|id, inode| is_named(id, inode, name))?;
+    // Another image may have been mapped with that id since the look at the name.
     found.retain(|mapped| mapped.image.name == name);
     Ok(found)
 }

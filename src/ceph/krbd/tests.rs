@@ -264,7 +264,8 @@ fn refusals_of_the_cluster_have_distinct_errors() {
     assert!(mapped::named(&test.image.name).unwrap().is_empty());
 }
 
-/// The kernel gives the device of the second image the number that the first one had.
+/// The kernel gives the device of the second image the number that the first one had, unless
+/// another test maps one meanwhile.
 #[test]
 fn a_name_that_was_read_is_not_taken_for_that_of_a_later_map() {
     let [Some(one), Some(other)] = ["earlier", "later"].map(Test::new) else {
