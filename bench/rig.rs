@@ -24,6 +24,7 @@ pub struct Rig {
     times: RefCell<BTreeMap<(String, &'static str), Vec<Duration>>>,
     /// Of cases to their base.
     ratios: RefCell<Ratios>,
+    /// As theirs, which are borrowed while they are measured.
     guards_ratios: bool,
 }
 
@@ -91,9 +92,7 @@ impl Rig {
     ) {
         self.sum(group, case, way, || {
             before();
-            let took = timed(&mut up);
-            settle();
-            took + timed(&mut down)
+            time_of(&mut up, &mut down, true)
         });
     }
 
@@ -119,11 +118,7 @@ impl Rig {
 
     /// The time of `up` and `down` where two are compared, without what udevd does in between.
     pub fn time_of_life(&self, up: impl FnMut(), down: impl FnMut()) -> Duration {
-        let took = timed(up);
-        if self.guards_ratios() {
-            settle();
-        }
-        took + timed(down)
+        time_of(up, down, self.guards_ratios())
     }
 
     /// Whether `bench/ratios.txt` holds for this run.
@@ -190,6 +185,15 @@ const LEAST: &[&str] = &["bare", "library", "GetPluginInfo", "empty service"];
 
 /// The ways that run programs.
 const PROGRAMS: &[&str] = &["exec", "exec df", "cp"];
+
+/// The time of `up` and `down`; where it `settles`, what udevd does in between is not timed.
+fn time_of(up: impl FnMut(), down: impl FnMut(), settles: bool) -> Duration {
+    let took = timed(up);
+    if settles {
+        settle();
+    }
+    took + timed(down)
+}
 
 pub fn timed(mut run: impl FnMut()) -> Duration {
     let begin = Instant::now();

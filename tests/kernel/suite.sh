@@ -131,15 +131,11 @@ ignored=$(list "$library" --ignored)
 left_out=$(list "$stories" --ignored | grep -E "$minutes" || true)
 if [[ -n ${MATRIX:-} ]]; then ignored=$(grep -vE "$minutes" <<<"$ignored") left_out=; fi
 tests "$library" "$of_library" "$ignored"
-faults=
-if [[ -n ${EVERY_FS:-} ]]; then
-  faults=$(list "$stories" | grep '^faults::' | grep -E "$of_stories" || true)
-  left_out+=$'\n'$faults
-fi
+[[ -z ${EVERY_FS:-} ]] || left_out+=$'\n'$(list "$stories" | grep '^faults::')
 tests "$stories" "$of_stories" "$left_out"
-if [[ -n $faults ]]; then
+if [[ -n ${EVERY_FS:-} ]]; then
   jobs=1
-  tests "$stories" '^faults::' "$(list "$stories" | grep -vxF "$faults" || true)"
+  tests "$stories" '^faults::' "$(list "$stories" | grep -vE "$of_stories" || true)"
 fi
 
 if ((!matched)); then
