@@ -252,24 +252,22 @@ impl PassphraseStore<'_> {
             return Ok(());
         }
         let kms = self.config.get(&entry.kms, &entry.owner);
-        match kms.and_then(|kms| kms.remove(self.secrets, handle)) {
-            Ok(()) => Ok(()),
-            Err(
-                error @ EncryptionError::Service {
-                    kind: Kind::Transient,
-                    ..
-                },
-            ) => Err(error.into()),
-            Err(error) => {
-                tracing::warn!(
-                    handle,
-                    kms = entry.kms,
-                    error = error_chain(&error),
-                    "the passphrase of a deleted image may be left in its KMS, under the handle"
-                );
-                Ok(())
-            }
+        let Err(error) = kms.and_then(|kms| kms.remove(self.secrets, handle)) else {
+            return Ok(());
+        };
+        let error = RbdError::from(error);
+        // Not only of a server: a configuration may be edited at this moment, and a Secret not
+        // be mounted yet.
+        if error.kind() == Kind::Transient {
+            return Err(error);
         }
+        tracing::warn!(
+            handle,
+            kms = entry.kms,
+            error = error_chain(&error),
+            "the passphrase of a deleted image may be left in its KMS, under the handle"
+        );
+        Ok(())
     }
 }
 

@@ -276,8 +276,14 @@ async fn a_delete_waits_for_a_vault_that_does_not_answer() {
     };
     let VaultHome { home, vault } = &there;
     let made = home.make(there.volume("one", "vault")).await;
-    there.configure(&[("vaultAddress", "https://127.0.0.1:1")]);
     let delete = || home.rbd.delete_volume(made.handle.clone(), there.secrets());
+    // While its configuration is edited.
+    std::fs::write(home.dir.path().join("kms.json"), "{").unwrap();
+    let refused = delete().await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Transient, "{refused}");
+    assert!(refused.to_string().contains("kms.json"), "{refused}");
+    assert!(vault.passphrase(&made.handle).is_some());
+    there.configure(&[("vaultAddress", "https://127.0.0.1:1")]);
     let refused = delete().await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Transient, "{refused}");
     assert!(refused.to_string().contains("127.0.0.1:1/"), "{refused}");
