@@ -25,7 +25,7 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, atomic::Ordering::Relaxed},
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use super::{
@@ -122,6 +122,12 @@ pub struct Settings<'a> {
 /// this driver continues with it. ceph-csi's controller must not run beside this one; if it
 /// does all the same, it may be at work on the image. Nothing younger counts as an orphan.
 pub const QUIET_FOR: Duration = Duration::from_secs(60);
+
+/// The age of what was made or changed at that time. A time to come is of another clock, and
+/// counts as now.
+fn age_of(since: SystemTime) -> Duration {
+    SystemTime::now().duration_since(since).unwrap_or_default()
+}
 
 /// The store of RBD images, which all calls share. Most of its functions block.
 #[derive(Debug)]

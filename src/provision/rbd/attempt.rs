@@ -7,11 +7,9 @@
 //! that resumes late finds that it was abandoned, and removes the objects that it has
 //! created since.
 
-use std::time::SystemTime;
-
 use super::{
     super::{ContentSource, ProvisionError},
-    RbdStore,
+    RbdStore, age_of,
     copies::{drop_snapshot, temporary},
     error::RbdError,
     found::{ClusterConnection, handle_of, source_named},
@@ -108,16 +106,15 @@ impl Attempt<'_> {
         let Some(modified) = self.journal.modified(self.pool, self.reserved.uuid)? else {
             return Ok(());
         };
-        // A time to come is of another clock, and shows no age.
-        let age = SystemTime::now().duration_since(modified);
-        match age {
-            Ok(age) if age < self.store.quiet_for => Err(RbdError::Foreign {
-                image: format!("{}/{}", self.pool, entry.image),
-                seconds: age.as_secs(),
-                quiet: self.store.quiet_for.as_secs(),
-            }),
-            _ => Ok(()),
+        let age = age_of(modified);
+        if age >= self.store.quiet_for {
+            return Ok(());
         }
+        Err(RbdError::Foreign {
+            image: format!("{}/{}", self.pool, entry.image),
+            seconds: age.as_secs(),
+            quiet: self.store.quiet_for.as_secs(),
+        })
     }
 
     /// Gives up an attempt of ceph-csi, so that another begins under a new uuid. Of its images

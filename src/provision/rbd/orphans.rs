@@ -35,7 +35,7 @@ use super::{
         OrphanReport,
         serialized::{group_snapshot_named, snapshot_named, volume_named},
     },
-    RbdStore,
+    RbdStore, age_of,
     error::RbdError,
     found::ClusterConnection,
     listing::{BATCH, pools},
@@ -309,9 +309,9 @@ impl<'a> Survey<'a> {
     }
 
     /// The age of what was made or changed at that time; none: it is too young to be an
-    /// orphan. A time to come is of another clock, and counts as now.
+    /// orphan.
     fn age(&self, since: SystemTime) -> Option<Duration> {
-        let age = SystemTime::now().duration_since(since).unwrap_or_default();
+        let age = age_of(since);
         (age >= self.store.quiet_for).then_some(age)
     }
 

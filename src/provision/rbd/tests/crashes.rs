@@ -190,7 +190,7 @@ impl Home {
         ends_at(&mut self.victim(deletes), at)
     }
 
-    fn rados(&self, args: &[&str]) -> String {
+    pub fn rados(&self, args: &[&str]) -> String {
         self.cluster.rados(&self.pool, args)
     }
 

@@ -156,9 +156,15 @@ async fn a_copy_that_ceph_csi_reserved_is_finished() {
         ..origins.home.volume("begun", MIB)
     };
     let store = Stores::new(None, Some(store.into()), None, &Lanes::new(4));
-    let left = store.create_volume(new).await.unwrap_err();
-    assert_eq!(left.kind(), ErrorKind::InUse, "{left}");
-    assert!(left.to_string().contains(&image), "{left}");
+    // By a clock that is ahead, too: the year 2100.
+    for at in [None, Some("4102444800")] {
+        if let Some(at) = at {
+            origins.home.rados(&["touch", &entry, at]);
+        }
+        let left = store.create_volume(new.clone()).await.unwrap_err();
+        assert_eq!(left.kind(), ErrorKind::InUse, "{left}");
+        assert!(left.to_string().contains(&image), "{left}");
+    }
 
     let made = origins.create("begun", Some(&origins.snapshot)).await;
     let made = made.unwrap();
