@@ -151,13 +151,17 @@ impl<'a> FencedNetworks<'a> {
     /// fences of nodes stay, which are single clients.
     pub fn unfence(self, network: Cidr) -> Result<(), NetworkError> {
         let Blocklist { ranges, hosts } = self.blocklist()?;
-        if let Some(ranges) = ranges {
-            for range in ranges.into_iter().filter(|range| range.is_same(network)) {
-                self.change("rm", true, &range.to_string())?;
-            }
-            return Ok(());
+        let has_ranges = ranges.is_some();
+        let its = |range: &Cidr| range.is_same(network);
+        for range in ranges.into_iter().flatten().filter(its) {
+            self.change("rm", true, &range.to_string())?;
         }
-        let of_network = network.hosts().ok_or(NetworkError::Large(network))?;
+        // The monitors may have fenced no ranges when it was fenced.
+        let of_network = match network.hosts() {
+            Some(of_network) => of_network,
+            None if has_ranges => return Ok(()),
+            None => return Err(NetworkError::Large(network)),
+        };
         for host in hosts.into_iter().filter(|host| of_network.contains(host)) {
             let address = match host {
                 IpAddr::V4(host) => format!("{host}:0/0"),
@@ -331,10 +335,13 @@ mod tests {
             return;
         };
         let networks = FencedNetworks::of(io.cluster());
-        networks.change("add", false, "192.0.2.77").unwrap();
-        let host = Cidr::of("192.0.2.77".parse().unwrap());
-        assert!(networks.list().unwrap().contains(&host));
-        networks.change("rm", false, "192.0.2.77:0/0").unwrap();
-        assert!(!networks.list().unwrap().contains(&host));
+        for address in ["192.0.2.77", "2001:db8:9::1"] {
+            networks.change("add", false, address).unwrap();
+            let host = Cidr::of(address.parse().unwrap());
+            assert!(networks.list().unwrap().contains(&host));
+            // Also if the monitors were updated since.
+            networks.unfence(host).unwrap();
+            assert!(!networks.list().unwrap().contains(&host));
+        }
     }
 }
