@@ -12,7 +12,7 @@ use crate::ceph::{
     client::{
         Credentials,
         rados::{Cluster, IoCtx, PoolRef},
-        rbd::{self, Image, OpenMode},
+        rbd::{self, Image, Mirroring, OpenMode},
     },
     csi_format::{
         config::ClusterConfig,
@@ -83,6 +83,20 @@ impl FoundImage {
             }),
             result => Ok(result?),
         }
+    }
+
+    /// Opens the image to change it. A secondary one only its mirror daemon changes.
+    pub fn open_primary(&self) -> Result<Image, RbdError> {
+        let image = self.open(OpenMode::ReadWrite)?;
+        // Where the role cannot be read, librbd refuses the change.
+        if let Ok(Mirroring::Secondary) = image.mirroring() {
+            return Err(RbdError::NotReplicated {
+                image: self.path(),
+                why: "it is secondary: change it at the site where it is primary, or promote it"
+                    .to_owned(),
+            });
+        }
+        Ok(image)
     }
 
     /// `pool[/namespace]/image`.

@@ -63,7 +63,7 @@ impl RbdStore {
                 let metadata = image.metadata_list().map_err(RbdError::from)?;
                 if !QosLimits::are_set(&metadata, before) {
                     drop(image);
-                    grow(&found.open(OpenMode::ReadWrite)?, before)?;
+                    grow(&found.open_primary()?, before)?;
                 }
                 return Ok(before);
             }
@@ -76,7 +76,7 @@ impl RbdStore {
         }
         let bytes = image_size::choose(range, before, before)?;
         drop(image);
-        let image = found.open(OpenMode::ReadWrite)?;
+        let image = found.open_primary()?;
         grow(&image, bytes)?;
         Ok(bytes)
     }
@@ -100,7 +100,7 @@ impl RbdStore {
             return Ok(());
         }
         drop(image);
-        let image = found.open(OpenMode::ReadWrite)?;
+        let image = found.open_primary()?;
         Ok(image.sparsify().map_err(RbdError::from)?)
     }
 
@@ -111,7 +111,7 @@ impl RbdStore {
         secrets: &Secrets,
     ) -> Result<(), ProvisionError> {
         let metadata = qos::modified(mutable)?;
-        let image = self.volume(handle, secrets)?.open(OpenMode::ReadWrite)?;
+        let image = self.volume(handle, secrets)?.open_primary()?;
         Ok(set_metadata(&image, metadata).map_err(RbdError::from)?)
     }
 

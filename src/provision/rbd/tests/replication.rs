@@ -125,6 +125,11 @@ async fn an_image_in_use_is_not_demoted() {
     home.replicate(&made, ReplicationChange::Demote)
         .await
         .unwrap();
+    // Nor changed then, at this site.
+    let reclaim = home.rbd.reclaim_space(made.handle.clone(), home.secrets());
+    let refused = reclaim.await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Precondition, "{refused}");
+    assert!(refused.to_string().contains("secondary"), "{refused}");
 }
 
 #[tokio::test]
