@@ -336,12 +336,18 @@ fn available_in(df: &[u8], pool_id: i64) -> Option<u64> {
     pools.find(|one| one["id"].as_i64() == Some(pool_id))?["stats"]["max_avail"].as_u64()
 }
 
-/// The largest figure of a pool of the application `rbd`, if there is one.
+/// The largest figure of a pool of the application `rbd`. A cluster without such a pool, which
+/// may have file systems alone, has no room for images.
 fn most_available_in(df: &[u8], pools: &[u8]) -> Option<u64> {
     let pools: serde_json::Value = serde_json::from_slice(pools).ok()?;
     let of_rbd = pools.as_array()?.iter();
     let of_rbd = of_rbd.filter(|pool| pool["application_metadata"]["rbd"].is_object());
-    let ids = of_rbd.filter_map(|pool| pool["pool_id"].as_i64());
+    let mut ids = of_rbd
+        .filter_map(|pool| pool["pool_id"].as_i64())
+        .peekable();
+    if ids.peek().is_none() {
+        return Some(0);
+    }
     ids.filter_map(|id| available_in(df, id)).max()
 }
 
@@ -378,6 +384,9 @@ mod tests {
         };
         assert_eq!(most(&df), Some(30));
         assert_eq!(most(&json!({"pools": [room(1, 90)]})), None);
+        let of_files = json!([pool(1, "mgr"), pool(5, "cephfs")]).to_string();
+        let most = most_available_in(df.to_string().as_bytes(), of_files.as_bytes());
+        assert_eq!(most, Some(0));
     }
 
     proptest! {
