@@ -9,7 +9,6 @@ values that the chart refuses are listed here, too.
 Helm is the library of helm-python-sdk (scripts/requirements.txt).
 """
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ import helm_python
 import yaml
 
 from check_deploy import check
-from manifests import DEPLOY, kustomize, objects, problem, report
+from manifests import DEPLOY, by_name, compare, kustomize, objects, problem, report
 from pod_rules import check_ports
 
 CHART = DEPLOY / "chart"
@@ -219,53 +218,13 @@ def render(chart, values):
     ]
 
 
-def unordered(value, field=""):
-    """Without an order where Kubernetes ignores it, and without a JSON text's spelling."""
-    if isinstance(value, dict):
-        return {key: unordered(item, key) for key, item in value.items()}
-    if isinstance(value, list):
-        items = [unordered(item) for item in value]
-        if field in ("args", "command"):
-            # Of programs whose last arguments are positional, too, the order is the same.
-            return items
-        return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
-    if field == "config.json":
-        return json.loads(value)
-    return value
-
-
-def by_name(docs):
-    named = {(doc["kind"], doc["metadata"]["name"]): unordered(doc) for doc in docs}
-    assert len(named) == len(docs), "two objects have one kind and name"
-    return named
-
-
-def compare(where, chart, overlay, path=""):
-    """Reports the innermost differences."""
-    if isinstance(chart, dict) and isinstance(overlay, dict):
-        for key in sorted(chart.keys() | overlay.keys(), key=str):
-            at = f"{path}.{key}"
-            if key not in overlay:
-                problem(where, f"the overlay has no {at}")
-            elif key not in chart:
-                problem(where, f"the chart has no {at}")
-            else:
-                compare(where, chart[key], overlay[key], at)
-    elif isinstance(chart, list) and isinstance(overlay, list) and len(chart) == len(overlay):
-        for index, pair in enumerate(zip(chart, overlay)):
-            compare(where, *pair, f"{path}.{index}")
-    elif chart != overlay:
-        made, wanted = json.dumps(chart), json.dumps(overlay)
-        problem(where, f"{path}: {made} in the chart, {wanted} in the overlay")
-
-
 def check_example(chart, name):
     values = yaml.safe_load((CHART / f"examples/{name}.yaml").read_text())
     overlay, components = EXAMPLES[name]
     chart.validate_schema(values)
     made = by_name(render(chart, values))
     wanted = by_name(kustomize([overlay], components))
-    compare(f"chart/examples/{name}.yaml", made, wanted)
+    compare(f"chart/examples/{name}.yaml", made, wanted, ("the chart", "the overlay"))
 
 
 def check_settings(where, docs, name, values, more):

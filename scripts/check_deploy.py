@@ -2,8 +2,8 @@
 """Checks that the manifests in deploy/ are consistent.
 
 Builds each kustomization (by kubectl or kustomize), validates its objects by Kubernetes'
-schemas, and checks for errors that the API server accepts and that only a failing pod
-would show: mounts of undefined volumes, mounts that would keep a volume busy, missing access
+schemas, compares it with the same components in reverse order, and checks for errors that the
+API server accepts and that only a failing pod would show: mounts of undefined volumes, mounts that would keep a volume busy, missing access
 to the host, privileges beyond docs/security.md, secrets that no role may read, undefined
 roles and accounts, roles that no sidecar needs, ports that collide or that nothing serves,
 images without a tag, classes of another driver, unknown flags of the sidecars, and unknown
@@ -16,7 +16,7 @@ import re
 
 import yaml
 
-from manifests import DEPLOY, kustomize, problem, report, schema_errors
+from manifests import DEPLOY, by_name, compare, kustomize, problem, report, schema_errors
 from pod_rules import SIDECARS, check_pod, check_ports, check_restricted, served_ports
 
 # Each with its components.
@@ -37,8 +37,21 @@ OVERLAYS = [
     ("ceph", ["csi-addons"]),
     ("ceph", ["rbd-nbd", "network-policy", "csi-addons"]),
     ("nbd", ["csi-addons"]),
+    ("nfs", ["csi-addons", "network-policy", "nfs-inline", "snapshots"]),
     ("ceph", ["node-labels"]),
     ("ceph", ["node-labels-api"]),
+    (
+        "ceph",
+        [
+            "csi-addons",
+            "network-policy",
+            "node-labels-api",
+            "pod-monitor",
+            "rbd-nbd",
+            "snapshots",
+            "vault",
+        ],
+    ),
     ("examples/overlay", []),
     ("examples/nbd-overlay", []),
     ("examples/nfs-overlay", []),
@@ -199,6 +212,19 @@ def check(overlay, docs, prefix="uring-csi"):
     check_disruptions(overlay, docs)
 
 
+def check_order(name, docs, overlay, components):
+    """The order of components changes nothing: kustomize drops a patch without a word if its
+    target comes later. The reverse order swaps every two of them."""
+    if len(components) < 2:
+        return
+    compare(
+        f"{name}, in reverse order",
+        by_name(kustomize([overlay], components[::-1])),
+        by_name(docs),
+        ("the reverse order", "the order here"),
+    )
+
+
 def check_reasons():
     """Each rule of a role has its reason in a comment."""
     for path in sorted(DEPLOY.glob("*/rbac.yaml")):
@@ -227,6 +253,7 @@ def main():
     for name, (overlay, components) in zip(names, OVERLAYS):
         docs = kustomize([overlay], components)
         check(name, docs)
+        check_order(name, docs, overlay, components)
         classes |= {d["metadata"]["name"] for d in docs if d["kind"] == "StorageClass"}
     check_examples(classes)
     check_reasons()

@@ -1,5 +1,6 @@
 """Builds and validates Kubernetes' objects, and collects what is wrong with them."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -72,3 +73,43 @@ def schema_errors(doc):
         except kubernetes_validate.SchemaNotFoundError:
             if doc["kind"] not in WITHOUT_SCHEMA:
                 yield f"Kubernetes {version} has no {doc['apiVersion']} {doc['kind']}"
+
+
+def unordered(value, field=""):
+    """Without an order where Kubernetes ignores it, and without a JSON text's spelling."""
+    if isinstance(value, dict):
+        return {key: unordered(item, key) for key, item in value.items()}
+    if isinstance(value, list):
+        items = [unordered(item) for item in value]
+        if field in ("args", "command"):
+            # Of programs whose last arguments are positional, too, the order is the same.
+            return items
+        return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
+    if field == "config.json":
+        return json.loads(value)
+    return value
+
+
+def by_name(docs):
+    named = {(doc["kind"], doc["metadata"]["name"]): unordered(doc) for doc in docs}
+    assert len(named) == len(docs), "two objects have one kind and name"
+    return named
+
+
+def compare(where, made, wanted, names, path=""):
+    """Reports the innermost differences; `names`: what the two are."""
+    if isinstance(made, dict) and isinstance(wanted, dict):
+        for key in sorted(made.keys() | wanted.keys(), key=str):
+            at = f"{path}.{key}"
+            if key not in wanted:
+                problem(where, f"{names[1]} has no {at}")
+            elif key not in made:
+                problem(where, f"{names[0]} has no {at}")
+            else:
+                compare(where, made[key], wanted[key], names, at)
+    elif isinstance(made, list) and isinstance(wanted, list) and len(made) == len(wanted):
+        for index, pair in enumerate(zip(made, wanted)):
+            compare(where, *pair, names, f"{path}.{index}")
+    elif made != wanted:
+        first, second = json.dumps(made), json.dumps(wanted)
+        problem(where, f"{path}: {first} in {names[0]}, {second} in {names[1]}")
