@@ -33,6 +33,7 @@ EXAMPLES = {
     "nfs-inline": ("examples/nfs-overlay", ["nfs-inline"]),
     "node-labels": ("ceph", ["node-labels"]),
     "node-labels-api": ("ceph", ["node-labels-api"]),
+    "priority-quota": ("local-pools", ["priority-quota"]),
     "rbd-nbd": ("ceph", ["rbd-nbd", "snapshots", "pod-monitor", "network-policy"]),
     "rook": ("examples/rook-overlay", []),
     "shared-pool": ("base", ["snapshots", "pod-monitor", "network-policy"]),
@@ -101,6 +102,8 @@ BOTH = {
         {"name": "nbd", "parameters": NBD_CLASS},
     ],
     "csiAddons": {"enabled": True},
+    # So many that a template prints them as 1e+07.
+    "priorityQuota": {"enabled": True, "pods": 10000000},
     "snapshots": {
         "enabled": True,
         "groupClasses": [{"name": "uring-csi", "parameters": CEPH_CLASS}],
@@ -186,6 +189,7 @@ REFUSED = [
         },
         "without sidecars.resizer.enabled",
     ),
+    ({"priorityQuota": {"pods": 0}}, "minimum"),
     ({"pools": []}, "no place for volumes"),
     ({"nfs": {"exports": [EXPORT]}}, "a release of their own"),
     ({"pools": [], "nfs": {"exports": [EXPORT | {"share": "relative"}]}}, "pattern"),

@@ -26,8 +26,10 @@ OVERLAYS = [
     ("local-pools", []),
     ("local-pools", ["snapshots"]),
     ("local-pools", ["inline", "snapshots", "pod-monitor"]),
+    ("local-pools", ["priority-quota"]),
     ("nbd", []),
     ("nbd", ["snapshots"]),
+    ("nbd", ["priority-quota"]),
     ("nfs", []),
     ("nfs", ["snapshots"]),
     ("nfs", ["nfs-inline"]),
@@ -47,6 +49,7 @@ OVERLAYS = [
             "network-policy",
             "node-labels-api",
             "pod-monitor",
+            "priority-quota",
             "rbd-nbd",
             "snapshots",
             "vault",
@@ -161,6 +164,26 @@ def check_disruptions(overlay, docs):
             problem(overlay, f"no PodDisruptionBudget selects the pods {labels}")
 
 
+# The classes that some clusters admit only in namespaces with a quota for them, and the pods
+# that the largest cluster has of them: the node agent and the supervisor on each node.
+CRITICAL = {"system-node-critical", "system-cluster-critical"}
+MOST_PODS = 2 * 5000
+
+
+def check_quota(where, quota, namespaces):
+    """It admits the pods with critical classes, and limits none."""
+    if quota["metadata"]["namespace"] not in namespaces:
+        problem(where, "is in another namespace than the pods")
+    (scope,) = quota["spec"]["scopeSelector"]["matchExpressions"]
+    if (scope["scopeName"], scope["operator"]) != ("PriorityClass", "In"):
+        problem(where, f"has the scope {scope['scopeName']} {scope['operator']}")
+    if set(scope["values"]) != CRITICAL:
+        problem(where, f"is for the classes {scope['values']}")
+    hard = quota["spec"]["hard"]
+    if hard.keys() != {"pods"} or not hard["pods"].isdigit() or int(hard["pods"]) <= MOST_PODS:
+        problem(where, f"limits the pods: {hard}")
+
+
 def check(overlay, docs, prefix="uring-csi"):
     """`prefix`: that of the objects' names."""
     names, accounts = {}, set()
@@ -171,6 +194,7 @@ def check(overlay, docs, prefix="uring-csi"):
         names.setdefault(doc["kind"], set()).add(meta["name"])
         if doc["kind"] == "ServiceAccount":
             accounts.add((meta.get("namespace"), meta["name"]))
+    namespaces = {d["metadata"].get("namespace") for d in docs if d["kind"] == "DaemonSet"}
     # Without one, the overlay takes over another driver's.
     drivers = names.get("CSIDriver")
     for doc in docs:
@@ -191,6 +215,8 @@ def check(overlay, docs, prefix="uring-csi"):
                 problem(where, f"service account {account} is not defined")
         if doc["kind"] == "PodMonitor":
             check_monitor(where, doc["spec"], pods)
+        if doc["kind"] == "ResourceQuota":
+            check_quota(where, doc, namespaces)
         if doc["kind"] == "CSIDriver" and inline_allowed(doc) != inline_made(docs):
             problem(where, "mode Ephemeral and the node's variables of inline volumes differ")
         if doc["kind"] == "CSIDriver" and inline_allowed(doc) != doc["spec"]["podInfoOnMount"]:
