@@ -33,6 +33,7 @@ EXAMPLES = {
     "nfs-inline": ("examples/nfs-overlay", ["nfs-inline"]),
     "node-labels": ("ceph", ["node-labels"]),
     "node-labels-api": ("ceph", ["node-labels-api"]),
+    "openshift": ("ceph", ["openshift", "rbd-nbd"]),
     "priority-quota": ("local-pools", ["priority-quota"]),
     "rbd-nbd": ("ceph", ["rbd-nbd", "snapshots", "pod-monitor", "network-policy"]),
     "rook": ("examples/rook-overlay", []),
@@ -102,6 +103,7 @@ BOTH = {
         {"name": "nbd", "parameters": NBD_CLASS},
     ],
     "csiAddons": {"enabled": True},
+    "openshift": {"enabled": True},
     # So many that a template prints them as 1e+07.
     "priorityQuota": {"enabled": True, "pods": 10000000},
     "snapshots": {

@@ -26,10 +26,10 @@ OVERLAYS = [
     ("local-pools", []),
     ("local-pools", ["snapshots"]),
     ("local-pools", ["inline", "snapshots", "pod-monitor"]),
-    ("local-pools", ["priority-quota"]),
+    ("local-pools", ["openshift", "priority-quota"]),
     ("nbd", []),
     ("nbd", ["snapshots"]),
-    ("nbd", ["priority-quota"]),
+    ("nbd", ["openshift", "priority-quota"]),
     ("nfs", []),
     ("nfs", ["snapshots"]),
     ("nfs", ["nfs-inline"]),
@@ -39,7 +39,7 @@ OVERLAYS = [
     ("ceph", ["csi-addons"]),
     ("ceph", ["rbd-nbd", "network-policy", "csi-addons"]),
     ("nbd", ["csi-addons"]),
-    ("nfs", ["csi-addons", "network-policy", "nfs-inline", "snapshots"]),
+    ("nfs", ["csi-addons", "network-policy", "nfs-inline", "openshift", "snapshots"]),
     ("ceph", ["node-labels"]),
     ("ceph", ["node-labels-api"]),
     (
@@ -48,6 +48,7 @@ OVERLAYS = [
             "csi-addons",
             "network-policy",
             "node-labels-api",
+            "openshift",
             "pod-monitor",
             "priority-quota",
             "rbd-nbd",
@@ -184,6 +185,20 @@ def check_quota(where, quota, namespaces):
         problem(where, f"limits the pods: {hard}")
 
 
+# Those with pods, in one variant or another.
+PARTS = ("node", "controller", "holder", "nbd-server")
+
+
+def check_constraints(where, binding, docs):
+    """OpenShift's default constraints refuse each pod here: all choose their SELinux type."""
+    bound = {(subject["namespace"], subject["name"]) for subject in binding["subjects"]}
+    for doc in docs:
+        if doc["kind"] in ("DaemonSet", "Deployment"):
+            name = doc["spec"]["template"]["spec"]["serviceAccountName"]
+            if (doc["metadata"]["namespace"], name) not in bound:
+                problem(where, f"OpenShift would refuse the pods of {name}")
+
+
 def check(overlay, docs, prefix="uring-csi"):
     """`prefix`: that of the objects' names."""
     names, accounts = {}, set()
@@ -225,8 +240,12 @@ def check(overlay, docs, prefix="uring-csi"):
             role = doc["roleRef"]
             if role["name"] not in names.get(role["kind"], ()):
                 problem(where, f"{role['kind']} {role['name']} is not defined")
+            needed = accounts
+            if role["name"] == f"{prefix}-privileged":
+                check_constraints(where, doc, docs)
+                needed = {(meta["namespace"], f"{prefix}-{part}") for part in PARTS}
             for subject in doc["subjects"]:
-                if (subject["namespace"], subject["name"]) not in accounts:
+                if (subject["namespace"], subject["name"]) not in needed:
                     problem(where, f"service account {subject['name']} is not defined")
         if doc["kind"].endswith("Class"):
             check_secrets(where, doc.get("parameters", {}), docs)
