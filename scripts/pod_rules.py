@@ -165,12 +165,27 @@ def check_privileges(name, program, spec, container):
         problem(name, "lacks the runtime's seccomp profile")
 
 
-def check_modprobe(name, command):
-    """The pod must start without the module, and where there is no such program."""
+def check_modprobe(name, command, volumes):
+    """The pod must start without a module, also where there is no such program or directory, and
+    the log names the module; but not one that the kernel has already."""
+    modules = [argument.split()[0] for argument in command[4:]]
+    if not modules:
+        problem(name, "loads no module")
+    if any("type" in volume.get("hostPath", {}) for volume in volumes if volume["name"] == "modules"):
+        problem(name, "needs or makes the directory /lib/modules")
     with tempfile.TemporaryDirectory() as empty:
-        shell = [shutil.which(command[0]), *command[1:]]
-        if subprocess.run(shell, env={"PATH": empty}, stderr=subprocess.DEVNULL).returncode:
-            problem(name, "keeps the pod from starting where a module is missing")
+        # Without modprobe, and first without modules in the kernel.
+        shell = [shutil.which(command[0]), *(arg.replace("/sys/module", empty) for arg in command[1:])]
+        for loaded in (False, True):
+            made = subprocess.run(
+                shell, env={"PATH": empty}, capture_output=True, text=True, check=False
+            )
+            if made.returncode:
+                problem(name, "keeps the pod from starting where a module is missing")
+            for module in modules:
+                if (f"modprobe {module}," in made.stdout) is loaded:
+                    problem(name, f"its log names {module}" if loaded else f"nothing names {module}")
+                Path(empty, module).mkdir(exist_ok=True)
 
 
 def served_ports(container):
@@ -245,10 +260,9 @@ def check_pod(where, template):
         for missing in sorted(mounts - volumes):
             problem(name, f"mounts {missing}, which the pod does not define")
         program = program_of(container)
-        command = container.get("command", [program])
-        if "modprobe" in command[-1]:
+        if container["name"] == "modprobe":
             program = "modprobe"
-            check_modprobe(name, command)
+            check_modprobe(name, container["command"], spec["volumes"])
         check_needs(name, program, spec, container)
         check_privileges(name, program, spec, container)
         known = flags_of(program)

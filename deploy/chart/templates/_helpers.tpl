@@ -49,26 +49,41 @@ seLinuxOptions:
   type: spc_t
 {{- end }}
 
-{{- /* What loads the backends' modules on a node. */ -}}
+{{- /* The backends' kernel modules, with their parameters, separated by commas. */ -}}
 {{- define "uring-csi.modules" -}}
-{{- $commands := list }}
+{{- $modules := list }}
 {{- if .Values.ceph.enabled }}
-{{- $commands = concat $commands (list "modprobe rbd || true" "modprobe dm_crypt || true") }}
+{{- $modules = concat $modules (list "rbd" "dm_crypt") }}
 {{- end }}
 {{- if .Values.nbd.enabled }}
-{{- $commands = append $commands "modprobe nbd max_part=0 || true" }}
+{{- $modules = append $modules "nbd max_part=0" }}
 {{- end }}
 {{- if .Values.nfs.exports }}
-{{- $commands = append $commands "modprobe --all nfsv4 nfsv3 || true" }}
+{{- $modules = concat $modules (list "nfsv4" "nfsv3") }}
 {{- end }}
-{{- join "; " $commands }}
+{{- join "," $modules }}
 {{- end }}
 
-{{- /* Loads kernel modules if the node has them: root, image, command. */ -}}
+{{- /* Loads kernel modules if the node has them, and names the others in its log: root, image,
+modules. */ -}}
 {{- define "uring-csi.modprobe" -}}
 - name: modprobe
   image: {{ include "uring-csi.image" (dict "root" .root "image" .image) | nindent 2 | trim }}
-  command: [sh, -c, {{ .command | quote }}]
+  command:
+    - sh
+    - -c
+    - |
+      for module; do
+        name=${module%% *}
+        test -d "/sys/module/$name" || modprobe $module ||
+          echo "The kernel module $name was not loaded: volumes that need it fail on this node," \
+            "unless its kernel has it built in. Load it on the node itself: modprobe $name," \
+            "and a line in /etc/modules-load.d."
+      done
+    - modprobe
+    {{- range splitList "," .modules }}
+    - {{ . }}
+    {{- end }}
   securityContext:
     allowPrivilegeEscalation: false
     readOnlyRootFilesystem: true
@@ -136,7 +151,6 @@ pipe, not into the arguments. */ -}}
 - name: modules
   hostPath:
     path: /lib/modules
-    type: DirectoryOrCreate
 {{- end }}
 
 {{- /* The directory of a pool that a container mounts. A hostPath is itself a mount, so a
