@@ -256,6 +256,16 @@ def check_settings(where, docs, name, values, more):
         problem(where, f"beside {name} there is no container {lost}")
 
 
+def check_image(chart):
+    """The image that reads labels is another's, with a digest."""
+    image = f"registry.example.com/curl@sha256:{'0' * 64}"
+    labels = {"domainLabels": ["rack"], "labelsFromApi": {"enabled": True, "image": image}}
+    docs = render(chart, classed(CEPH, **CEPH_CLASS) | {"node": labels})
+    check("chart, labels by another image", docs)
+    if image not in yaml.safe_dump_all(docs, width=1000):
+        problem("chart", f"node.labelsFromApi.image is not {image}")
+
+
 def check_others(chart):
     check("chart", render(chart, {}))
     other, both = render(chart, OTHER), render(chart, BOTH)
@@ -267,6 +277,7 @@ def check_others(chart):
     check("chart, Ceph and a pool by NBD", both)
     check_settings("chart, Ceph", both, "controller", BOTH["controller"], ["more"])
     check_settings("chart, Ceph", both, "holder", BOTH["holder"], [])
+    check_image(chart)
     for values in ACCEPTED:
         render(chart, values)
 

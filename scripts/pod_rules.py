@@ -188,6 +188,37 @@ def check_modprobe(name, command, volumes):
                 Path(empty, module).mkdir(exist_ok=True)
 
 
+def check_label_reader(name, command):
+    """It tries again, for some time, and reports what it could not read: the agent must not start
+    without its node's labels. Here with a curl that succeeds or fails."""
+    node = {"KUBERNETES_SERVICE_PORT": "443", "NODE_NAME": "node-1"}
+    for host, at, fails in (("10.0.0.1", "10.0.0.1", 0), ("fd00::1", "[fd00::1]", 22)):
+        with tempfile.TemporaryDirectory() as made:
+            curl = Path(made, "curl")
+            curl.write_text(f'#!/bin/sh\ncat >{made}/stdin\necho "$@" >{made}/arguments\nexit {fails}\n')
+            curl.chmod(0o755)
+            Path(made, "token").write_text("secret")
+            run = subprocess.run(
+                [arg.replace(TOKEN, made) for arg in command],
+                env=node | {"KUBERNETES_SERVICE_HOST": host, "PATH": f"{made}:{os.environ['PATH']}"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            arguments = Path(made, "arguments").read_text()
+            header = Path(made, "stdin").read_text()
+        url = f"https://{at}:443/api/v1/nodes/node-1"
+        if url not in arguments or header != "Authorization: Bearer secret":
+            problem(name, f"does not ask for {url} with its token: {arguments}")
+        for flag in ("--retry ", "--retry-all-errors", "--retry-max-time", "--max-time"):
+            if flag not in arguments:
+                problem(name, f"calls curl without {flag}")
+        if bool(run.returncode) is not bool(fails):
+            problem(name, f"ends with {run.returncode} where curl does with {fails}")
+        if fails and not ("node-1" in run.stdout and url in run.stdout):
+            problem(name, "fails without the names of node and server")
+
+
 def served_ports(container):
     """The addresses, by their ports, at which a container answers HTTP."""
     matches = (
@@ -263,6 +294,8 @@ def check_pod(where, template):
         if container["name"] == "modprobe":
             program = "modprobe"
             check_modprobe(name, container["command"], spec["volumes"])
+        if container["name"] == "node-labels":
+            check_label_reader(name, container["command"])
         check_needs(name, program, spec, container)
         check_privileges(name, program, spec, container)
         known = flags_of(program)

@@ -119,11 +119,19 @@ pipe, not into the arguments. */ -}}
         *:*) host="[$KUBERNETES_SERVICE_HOST]" ;;
         *) host=$KUBERNETES_SERVICE_HOST ;;
       esac
+      url=https://$host:$KUBERNETES_SERVICE_PORT/api/v1/nodes/$NODE_NAME
       cd /var/run/secrets/kubernetes.io/serviceaccount
-      printf 'Authorization: Bearer %s' "$(cat token)" |
+      if ! printf 'Authorization: Bearer %s' "$(cat token)" |
         curl --fail --silent --show-error --connect-timeout 10 --max-time 30 \
-          --cacert ca.crt --header @- --output /etc/node-labels/labels \
-          "https://$host:$KUBERNETES_SERVICE_PORT/api/v1/nodes/$NODE_NAME"
+          --retry 10 --retry-all-errors --retry-max-time 120 \
+          --cacert ca.crt --header @- --output /etc/node-labels/labels "$url"
+      then
+        echo "The labels of the node $NODE_NAME were not read from $url. The agent does not" \
+          "start without them; kubelet tries again. See that the API server is reached from" \
+          "this node, and that the service account may get nodes."
+        exit 1
+      fi
+  terminationMessagePolicy: FallbackToLogsOnError
   env:
     - name: NODE_NAME
       valueFrom:
