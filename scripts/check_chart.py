@@ -9,6 +9,7 @@ values that the chart refuses are listed here, too.
 Helm is the library of helm-python-sdk (scripts/requirements.txt).
 """
 
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -224,6 +225,59 @@ def render(chart, values):
     ]
 
 
+def needed_by(docs):
+    """The Secrets and ConfigMaps that pods wait for, and that the chart does not make."""
+    made = {(doc["kind"], doc["metadata"]["name"]) for doc in docs}
+    needed = set()
+    for doc in docs:
+        for volume in doc.get("spec", {}).get("template", {}).get("spec", {}).get("volumes", []):
+            for field, kind, key in (("secret", "Secret", "secretName"), ("configMap", "ConfigMap", "name")):
+                if field in volume and not volume[field].get("optional"):
+                    needed.add((kind, volume[field][key]))
+    return needed - made
+
+
+def as_text(needs):
+    return {name: sorted(map(" ".join, of)) for name, of in needs.items()}
+
+
+def with_set(values, settings):
+    """As Helm's `--set` has it, for what the documents set."""
+    for name, value in settings:
+        *path, last = name.split(".")
+        at = values
+        for key in path:
+            at = at.setdefault(key, {})
+        at[last] = yaml.safe_load(value)
+    return values
+
+
+def check_documented(chart, files):
+    """docs/chart.md tells what each example needs first; and its commands name the registry, and
+    leave a namespace alone that exists because of that."""
+    text = (DEPLOY.parent / "docs/chart.md").read_text()
+    documented = {}
+    for names, needs in re.findall(r"^\| (`[\w-]+\.yaml`.*?) \| (.*) \|$", text, re.MULTILINE):
+        for name in re.findall(r"`([\w-]+)\.yaml`", names):
+            documented[name] = set(re.findall(r"(Secret|ConfigMap) `([\w-]+)`", needs))
+    needed = {
+        name: needed_by(render(chart, yaml.safe_load((CHART / f"examples/{name}.yaml").read_text())))
+        for name in files
+    }
+    compare("docs/chart.md", as_text(documented), as_text(needed), ("the table", "the chart"))
+    commands = re.findall(r"^helm install (?:.*\\\n)*.*", text, re.MULTILINE)
+    for command in commands:
+        settings = re.findall(r"--set (\S+?)=(\S+)", command)
+        for name in re.findall(r"--values deploy/chart/examples/([\w-]+)\.yaml", command):
+            values = yaml.safe_load((CHART / f"examples/{name}.yaml").read_text())
+            docs = render(chart, with_set(values, settings))
+            for image in re.findall(r"image: (\S+)", yaml.safe_dump_all(docs, width=1000)):
+                if not re.match(r"REGISTRY/|[\w-]+\.[\w.-]+/", image) or "registry.example" in image:
+                    problem("docs/chart.md", f"by the command for {name}.yaml {image} is nowhere")
+            if needed[name] and any(doc["kind"] == "Namespace" for doc in docs):
+                problem("docs/chart.md", f"the command for {name}.yaml creates a namespace that exists")
+
+
 def check_example(chart, name):
     values = yaml.safe_load((CHART / f"examples/{name}.yaml").read_text())
     overlay, components = EXAMPLES[name]
@@ -328,6 +382,7 @@ def check_chart(directory):
         files = {path.stem for path in (CHART / "examples").glob("*.yaml")}
         if files != {*EXAMPLES, "second-driver"}:
             problem("chart/examples", "the files and check_chart.py's table differ")
+        check_documented(chart, files)
         for name in EXAMPLES:
             check_example(chart, name)
         check_others(chart)
