@@ -17,6 +17,8 @@ shift
 
 # Untouched memory costs nothing.
 memory=4G
+# An OSD keeps what the story of an encrypted image writes, with every step more than 4 GiB.
+[[ -z ${EVERY_STEP:-} ]] || memory=10G
 # For the whole run. With every step of the crash matrix, one krbd story alone takes a
 # quarter of an hour; with every file system the stories of faults run one by one.
 [[ -z ${EVERY_STEP:-}${EVERY_FS:-} ]] || LONGEST=${LONGEST:-6h}
