@@ -35,6 +35,8 @@ mkdir -p /dev/shm /dev/pts
 mount -t tmpfs -o mode=1777 shm /dev/shm
 mount -t devpts pts /dev/pts
 ln -s /proc/self/fd /dev/fd
+# systemd makes it elsewhere. nfs-ganesha 4 looks in it for the file systems of its exports.
+[ -e /etc/mtab ] || ln -s ../proc/self/mounts /etc/mtab
 $box ip link set lo up
 $box hostname test-kernel
 # These may be below /tmp, which is now hidden.
