@@ -23,7 +23,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{FlockOperation, OFlags, flock},
+    fs::{FlockOperation, OFlags, flock, fsync},
     io::Errno,
 };
 
@@ -138,6 +138,19 @@ impl<'a> Claimed<'a> {
         }
         let file = opened?;
         Ok(Some(Self { device, file }))
+    }
+
+    /// Writes what programs wrote to the device and the kernel still has in memory. Else it
+    /// is lost where another process, such as the device's server, has the device open: the
+    /// kernel writes it at the last close alone. Blocks for as long as the device does.
+    pub fn flush(&self) {
+        if let Err(error) = fsync(&self.file) {
+            tracing::warn!(
+                device = %self.device.node.display(),
+                %error,
+                "the device is disconnected with data that could not be written to it"
+            );
+        }
     }
 
     /// Waits until the requests in flight are answered, for a second at most, and

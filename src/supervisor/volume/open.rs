@@ -147,6 +147,7 @@ pub fn disconnect(
         Err(error) => return Err(failed("open", node())(error)),
     };
     if is_served {
+        claimed.flush();
         claimed.drain(opened);
     }
     let down = Driver::open().and_then(|driver| claimed.disconnect(&driver));

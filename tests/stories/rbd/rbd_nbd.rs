@@ -71,6 +71,23 @@ fn lifecycle_of_every_kind() {
     });
 }
 
+/// The kernel writes a device's data at its last close, and rbd-nbd has the device open.
+#[test]
+fn what_a_pod_wrote_without_a_sync_survives_an_unstage() {
+    ceph_story(async |sandbox, ceph| {
+        let supervisor = Supervisor::start(sandbox).await;
+        let node = node_with(sandbox, ceph, &supervisor).await;
+        let volume = served(ceph.volume("block"));
+        let content = Content::new("unsynced");
+        let target = node.up(&volume, "pod").await;
+        drop(content.write_unsynced(&target, 0).unwrap());
+        node.down(&volume, "pod").await;
+        content.assert_at(&node.up(&volume, "pod").await, 0);
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
 #[test]
 fn rbd_nbd_gets_no_requests_that_only_an_export_allowed() {
     ceph_story(async |sandbox, ceph| {

@@ -115,9 +115,14 @@ impl Content {
 
     /// Onto a device or an existing image at `offset`.
     pub fn write_at(&self, path: &Path, offset: u64) -> io::Result<()> {
+        self.write_unsynced(path, offset)?.sync_all()
+    }
+
+    /// The same, into the kernel's memory alone.
+    pub fn write_unsynced(&self, path: &Path, offset: u64) -> io::Result<fs::File> {
         let file = fs::OpenOptions::new().write(true).open(path)?;
         file.write_all_at(&self.bytes, offset)?;
-        file.sync_all()
+        Ok(file)
     }
 
     /// Where a pod finds the volume.
