@@ -122,6 +122,7 @@ impl Client {
                 node_id: fencing.node_id.clone(),
                 volume_uuid: fencing.volume.to_string(),
             }),
+            cluster_id: spec.image.cluster_id.clone(),
         };
         let answer = self.call(WITHIN, async |mut supervisor| supervisor.map(request).await)?;
         Ok((answer.node.into(), done(answer.already)))

@@ -133,7 +133,7 @@ fn spec_of(request: MapRequest) -> Result<Spec, SpecError> {
     Ok(Spec {
         volume_id: request.volume_id,
         image: ImageSpec {
-            cluster_id: String::new(),
+            cluster_id: request.cluster_id,
             pool: request.pool,
             namespace: request.namespace,
             name: request.image,

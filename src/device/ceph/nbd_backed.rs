@@ -196,7 +196,11 @@ impl BoundCephImage<'_> {
         }
         let spec = Spec {
             volume_id: served.cookie.clone(),
-            image: known.image.clone(),
+            // After a fail-over not that of the handle.
+            image: ImageSpec {
+                cluster_id: known.cluster.cluster_id.clone(),
+                ..known.image.clone()
+            },
             monitors: known.cluster.monitors.clone(),
             user: known.credentials.user.clone(),
             options: served.options.clone(),

@@ -102,6 +102,15 @@ impl ServedVolume {
                 spec.name()
             )));
         }
+        // Of one name after a fail-over, and with other data than the device had.
+        let cluster_of =
+            |spec: &Spec| Some(spec.image.cluster_id.clone()).filter(|id| !id.is_empty());
+        let known = self.candidates.spec().and_then(cluster_of);
+        if let (Some(known), Some(given)) = (known, cluster_of(&spec))
+            && known != given
+        {
+            return Err(otherwise(format!("of cluster {known}, not {given}")));
+        }
         if device.read_only != spec.read_only {
             let how = if device.read_only {
                 "read-only"
