@@ -156,6 +156,11 @@ pub enum CephImageError {
         /// The error of the call to the supervisor.
         source: ClientError,
     },
+    /// The device of a staged volume is gone, or of another cluster.
+    #[error(
+        "image {image} is staged, and krbd has no device for it any more: end the volume's pods on this node, so that it is unstaged and staged again"
+    )]
+    Unmapped { image: String },
     /// The supervisor of rbd-nbd failed.
     #[error(transparent)]
     Supervisor(#[from] ClientError),

@@ -175,6 +175,9 @@ impl BoundCephImage<'_> {
     ) -> Result<(RbdDevice, Done), CephImageError> {
         let monitors = Monitors::resolve(&known.cluster.monitors)?;
         nbd_backed::refuse_nbd_backed(&known.image, &options.volume_id, &monitors)?;
+        // The map of a killed agent would be taken for another client's, if it ended between
+        // the looks at this node's devices and at the image's clients.
+        self.images.mapper.is_under_way(&options.volume_id)?;
         let mut wanted = known.wanted(options, &monitors);
         let one_writer = !options.read_only && !options.shared;
         if let Some(device) = self.find_mapped(known, &mut wanted)? {
@@ -187,10 +190,14 @@ impl BoundCephImage<'_> {
             }
             return Ok((device, Done::Already));
         }
+        // A second device would be nobody's: an unstage detaches the one that is recorded.
+        if options.staged {
+            return Err(CephImageError::Unmapped {
+                image: known.image.to_string(),
+            });
+        }
         let greeting = Greeting::ask(&wanted)?;
         self.refuse_secondary(known)?;
-        // The map of a killed agent would be taken for another client's.
-        self.images.mapper.is_under_way(&options.volume_id)?;
         // A second writer destroys the image. Readers do not, nor do writers that share
         // it by agreement.
         let alone = if one_writer { self.alone(known)? } else { None };
