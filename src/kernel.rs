@@ -14,6 +14,7 @@ pub mod busy;
 pub mod capabilities;
 #[cfg(feature = "controller")]
 pub mod clock;
+pub mod core_dumps;
 pub mod descriptors;
 pub mod exec;
 #[cfg(feature = "node")]

@@ -26,7 +26,7 @@ use crate::{
     },
     endpoint::{Endpoint, shutdown_signal},
     error_chain,
-    kernel::boot_id,
+    kernel::{boot_id, core_dumps},
     lane::Lanes,
     observe::{
         Readiness, http, logs,
@@ -233,6 +233,10 @@ fn pools(specs: Vec<PoolSpec>, node_id: Option<&str>) -> Result<Pools, Box<dyn E
 pub fn main() -> ExitCode {
     let options: ControllerOptions = config::parse();
     let service = &options.plugin.service;
+    if let Err(error) = core_dumps::forbid() {
+        eprintln!("uring-csi-controller: cannot forbid core dumps: {error}");
+        return ExitCode::FAILURE;
+    }
     let _logs = match logs::init(
         "uring-csi-controller",
         service.log_format,

@@ -35,7 +35,7 @@ use crate::{
     },
     endpoint::{Endpoint, shutdown_signal},
     error_chain,
-    kernel::{boot_id, descriptors, heap, privileges},
+    kernel::{boot_id, core_dumps, descriptors, heap, privileges},
     lane::Lanes,
     manager::{Manager, directory::VolumesDir, records::AppliedRecords},
     mount::{path::Roots, table},
@@ -250,6 +250,7 @@ type Failure = Box<dyn std::error::Error>;
 fn begin(plugin: &config::PluginOptions) -> Result<Logs, Failure> {
     let service = &plugin.service;
     heap::limit_arenas();
+    core_dumps::forbid().map_err(|error| format!("cannot forbid core dumps: {error}"))?;
     let can_grow =
         privileges::drop_for_node().map_err(|error| format!("cannot drop privileges: {error}"))?;
     let logs = logs::init(

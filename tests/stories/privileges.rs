@@ -9,7 +9,7 @@ use std::{
 };
 
 use testkit::{
-    Machine, Node, NodeSetup, ProgramStub, Supervisor, ceph_story, kernel_has_nbd, story,
+    Controller, Machine, Node, NodeSetup, ProgramStub, Supervisor, ceph_story, kernel_has_nbd, story,
 };
 
 use crate::rbd::{
@@ -61,6 +61,21 @@ fn assert_all_confined(pid: u32, kept: &[u32]) {
             assert_confined(&status, kept);
         }
     }
+}
+
+#[test]
+fn the_agents_leave_their_keys_in_no_core_dump() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let controller = Controller::start(sandbox).await;
+        for pid in [node.pid(), controller.pid()] {
+            let limits = fs::read_to_string(format!("/proc/{pid}/limits")).expect("procfs");
+            let core = limits.lines().find(|line| line.starts_with("Max core file size"));
+            let core: Vec<_> = core.expect("a limit").split_whitespace().collect();
+            assert_eq!(core[4..6], ["0", "0"]);
+        }
+        node.assert_clean().await;
+    });
 }
 
 #[test]
