@@ -134,14 +134,15 @@ fn between() -> NbdError {
     failed(Path::new("/sys/block"), doing)(io::ErrorKind::ResourceBusy.into())
 }
 
-/// Attaches a new device to the export. The caller has found none that is attached.
+/// Attaches a new device to the export; returns its transmission flags, too. The caller has
+/// found none that is attached.
 fn attach(
     driver: &Driver,
     identifiers: &Identifiers<Identifier>,
     identifier: &Identifier,
     read_only: bool,
     options: &LinkOptions,
-) -> Result<(NbdDevice, Vec<Connection>), NbdError> {
+) -> Result<(NbdDevice, u16, Vec<Connection>), NbdError> {
     let export = &identifier.export;
     let (first, info) = open(export)?;
     let shape = Shape::of(export, &info, read_only)?;
@@ -195,7 +196,7 @@ fn attach(
         );
         return Err(failed(&device.block.node, "use")(source));
     }
-    Ok((device, connections))
+    Ok((device, shape.flags, connections))
 }
 
 /// Refuses an export that is smaller than the volume: it was truncated, or is another.

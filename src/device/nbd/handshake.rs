@@ -54,9 +54,13 @@ pub mod flags {
     /// are flags, read-only, flush, FUA, rotational, trim, zeroes, several connections.
     /// It gets no other.
     pub const DRIVERS: u16 =
-        1 | READ_ONLY | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 5 | WRITE_ZEROES | CAN_MULTI_CONN;
+        1 | READ_ONLY | FLUSH | FUA | 1 << 4 | 1 << 5 | WRITE_ZEROES | CAN_MULTI_CONN;
     /// The export cannot be written.
     pub const READ_ONLY: u16 = 1 << 1;
+    /// The server supports `NBD_CMD_FLUSH`.
+    pub const FLUSH: u16 = 1 << 2;
+    /// The server supports `NBD_CMD_FLAG_FUA`.
+    pub const FUA: u16 = 1 << 3;
     /// The server supports `NBD_CMD_WRITE_ZEROES`.
     pub const WRITE_ZEROES: u16 = 1 << 6;
     /// All connections see, and flush, the writes of each.

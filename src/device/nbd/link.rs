@@ -10,8 +10,8 @@ use std::{
 };
 
 use super::{
-    Connection, Identifier, LinkOptions, Links, NbdError, Shape, at, client, failed, is_behind,
-    lock, open,
+    Connection, Identifier, LinkOptions, Links, NbdError, Shape, at, client, failed,
+    handshake::flags, is_behind, lock, open,
 };
 use crate::kernel::{
     nbd::{
@@ -28,6 +28,8 @@ pub struct Link {
     pub(super) device: NbdDevice,
     pub(super) index: u32,
     pub(super) options: LinkOptions,
+    /// The transmission flags of its attach; none where an earlier agent attached it.
+    pub(super) flags: u16,
     /// How many connections the device has, dead or alive.
     pub(super) connections: usize,
     /// Those of them that this agent made. Locked while the device's sockets change, but
@@ -164,7 +166,7 @@ impl Link {
             .map_err(failed(node, "give fresh connections to"))
     }
 
-    /// Fresh connections to the export, which has the same flags, and its size or more.
+    /// Fresh connections to the export, which must still fit ([`Link::fits`]).
     pub(super) fn open(&self, count: usize) -> Result<Vec<Connection>, NbdError> {
         let mut fresh = Vec::with_capacity(count);
         for _ in 0..count {
@@ -194,7 +196,9 @@ impl Link {
         }
         let block = sysfs::block_bytes(dev).map_err(failed("read the block size of"))?;
         let largest = sysfs::largest_kibibytes(dev).map_err(failed("read the limits of"))?;
-        let what = if u64::from(shape.block_bytes) > block {
+        let what = if let Some(what) = no_longer(self.flags & !shape.flags, self.connections) {
+            format!("no longer supports {what}, which {} uses", node.display())
+        } else if u64::from(shape.block_bytes) > block {
             format!(
                 "now requires requests of at least {} bytes, and {} sends some of {block}",
                 shape.block_bytes,
@@ -212,7 +216,7 @@ impl Link {
         };
         Err(NbdError::Unsuited {
             export: self.identifier.export.clone(),
-            what: format!("{what}; serve it with the old limits, or unstage and stage the volume"),
+            what: format!("{what}; serve it as before, or unstage and stage the volume"),
         })
     }
 
@@ -231,6 +235,22 @@ impl Link {
         let info = client::query(&self.identifier.export).map_err(at(&self.identifier.export))?;
         Shape::of(&self.identifier.export, &info, self.device.read_only)
     }
+}
+
+/// Of the flags that an export has lost, the first without which the kernel's requests fail,
+/// or do not have their effect. File systems bear a trim that fails.
+fn no_longer(lost: u16, connections: usize) -> Option<&'static str> {
+    let acted_on = [
+        (flags::FLUSH, "flushes"),
+        (flags::FUA, "forced writes (FUA)"),
+        (flags::WRITE_ZEROES, "writes of zeros"),
+        (flags::CAN_MULTI_CONN, "several connections"),
+    ];
+    let is_used = |flag| flag != flags::CAN_MULTI_CONN || connections > 1;
+    let mut lost = acted_on
+        .iter()
+        .filter(|(flag, _)| lost & flag != 0 && is_used(*flag));
+    lost.next().map(|(_, what)| *what)
 }
 
 #[cfg(test)]
@@ -263,6 +283,22 @@ mod tests {
         is(state, true, 0);
         state.shut();
         is(state, false, 2);
+    }
+
+    #[test]
+    fn what_an_export_no_longer_supports_is_named() {
+        let flushes = flags::FLUSH | flags::FUA;
+        for (lost, connections, what) in [
+            (0, 4, None),
+            (flushes, 1, Some("flushes")),
+            (flags::WRITE_ZEROES, 1, Some("writes of zeros")),
+            (flags::CAN_MULTI_CONN, 1, None),
+            (flags::CAN_MULTI_CONN, 2, Some("several connections")),
+            // Rotational, and that there are flags.
+            (1 | 1 << 4, 4, None),
+        ] {
+            assert_eq!(no_longer(lost, connections), what, "{lost:b}");
+        }
     }
 
     #[test]

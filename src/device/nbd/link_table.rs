@@ -142,8 +142,10 @@ impl Links {
             self.recover(&found, &device, options)?;
             return Ok((device, Done::Already));
         }
-        let (device, connections) = attach(&driver, identifiers, identifier, read_only, options)?;
-        self.insert(identifier, &device, options, LinkState::new(connections))?;
+        let (device, flags, connections) =
+            attach(&driver, identifiers, identifier, read_only, options)?;
+        let state = LinkState::new(connections);
+        self.insert(identifier, &device, options, flags, state)?;
         Ok((device, Done::Now))
     }
 
@@ -158,7 +160,9 @@ impl Links {
         if known.is_some_and(|link| link.device.block.dev == device.block.dev) {
             return Ok(());
         }
-        self.insert(identifier, device, options, LinkState::default())
+        // The kernel does not show them.
+        let flags = 0;
+        self.insert(identifier, device, options, flags, LinkState::default())
     }
 
     /// Detaches the device, where it is still attached under that identifier.
@@ -180,6 +184,7 @@ impl Links {
         let driver = Driver::open().map_err(NbdError::NoDriver)?;
         let link = self.of(export);
         if self.outage(export).is_none() {
+            claimed.flush();
             claimed.drain(None);
         }
         let down = || claimed.disconnect(&driver).map_err(failed(node, "detach"));
@@ -229,6 +234,7 @@ impl Links {
         identifier: &Identifier,
         device: &NbdDevice,
         options: &LinkOptions,
+        flags: u16,
         state: LinkState,
     ) -> Result<(), NbdError> {
         let BlockDev { dev, node } = &device.block;
@@ -239,6 +245,7 @@ impl Links {
             device: device.clone(),
             index,
             options: *options,
+            flags,
             connections,
             state: Mutex::new(state),
             outage: Mutex::default(),

@@ -36,7 +36,7 @@ impl Attached {
         let links = Links::new("driver.test");
         let identifier = links.identifier(&server.export("disk"), "volume");
         let driver = Driver::open().unwrap();
-        let (device, connections) =
+        let (device, _, connections) =
             attach(&driver, &links.0.identifiers, &identifier, false, &OPTIONS).unwrap();
         let attached = Self {
             driver,
@@ -51,7 +51,7 @@ impl Attached {
     fn insert(&self, state: LinkState) {
         let inserted = self
             .links
-            .insert(&self.identifier, &self.device, &OPTIONS, state);
+            .insert(&self.identifier, &self.device, &OPTIONS, 0, state);
         inserted.unwrap();
     }
 }
