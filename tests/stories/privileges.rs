@@ -9,7 +9,8 @@ use std::{
 };
 
 use testkit::{
-    Controller, Machine, Node, NodeSetup, ProgramStub, Supervisor, ceph_story, kernel_has_nbd, story,
+    Controller, Machine, Node, NodeSetup, ProgramStub, Supervisor, ceph_story, kernel_has_nbd,
+    story,
 };
 
 use crate::rbd::{
@@ -70,7 +71,9 @@ fn the_agents_leave_their_keys_in_no_core_dump() {
         let controller = Controller::start(sandbox).await;
         for pid in [node.pid(), controller.pid()] {
             let limits = fs::read_to_string(format!("/proc/{pid}/limits")).expect("procfs");
-            let core = limits.lines().find(|line| line.starts_with("Max core file size"));
+            let core = limits
+                .lines()
+                .find(|line| line.starts_with("Max core file size"));
             let core: Vec<_> = core.expect("a limit").split_whitespace().collect();
             assert_eq!(core[4..6], ["0", "0"]);
         }
