@@ -42,6 +42,7 @@ mod write;
 pub use connect::Timeouts;
 pub use ioctx::{IoCtx, PoolRef};
 pub use lock::ObjectLock;
+pub use omap::OmapPage;
 pub use write::WriteOp;
 
 /// A connection to a cluster.

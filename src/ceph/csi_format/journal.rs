@@ -24,7 +24,7 @@ use uuid::Uuid;
 use super::handle::Handle;
 use crate::ceph::client::{
     CephError, or_missing,
-    rados::{IoCtx, WriteOp},
+    rados::{IoCtx, OmapPage, WriteOp},
 };
 
 mod entry;
@@ -59,6 +59,16 @@ pub enum JournalError {
         /// The name in the entry.
         there: String,
     },
+}
+
+/// Some of a directory's names.
+#[derive(Debug)]
+pub struct NamePage {
+    /// In order.
+    pub names: Vec<(String, NameEntry)>,
+    /// After what the next page begins; none: this is the last. It need not be one of these
+    /// names: all keys of a page may be left out.
+    pub next: Option<String>,
 }
 
 /// One kind's journal. All of its calls block.
@@ -146,15 +156,9 @@ impl Journal {
         value.parse().map_err(corrupt)
     }
 
-    /// The names after `after`, in order, at most `max`, and whether there are
-    /// more. Invalid values are left out with a warning; those that map a handle to
-    /// another are left out without one.
-    pub fn page(
-        &self,
-        journal: &IoCtx,
-        after: &str,
-        max: u64,
-    ) -> Result<(Vec<(String, NameEntry)>, bool), JournalError> {
+    /// The names after `after`, at most `max`. Invalid values are left out with a warning;
+    /// those that map a handle to another are left out without one.
+    pub fn page(&self, journal: &IoCtx, after: &str, max: u64) -> Result<NamePage, JournalError> {
         let prefix = self.kind.prefix();
         let after = match after {
             "" => String::new(),
@@ -162,11 +166,12 @@ impl Journal {
         };
         let page = match journal.omap_page(&self.directory, &after, prefix, max) {
             Ok(page) => page,
-            Err(error) if error.is_not_found() => return Ok((Vec::new(), false)),
-            Err(error) => return Err(error.into()),
+            Err(error) if error.is_not_found() => OmapPage::default(),
+            page => page?,
         };
+        let name_in = |key: &str| key[prefix.len()..].to_owned();
         let entry = |(key, value): (&String, &String)| match self.parse(journal, key, value) {
-            Ok(reserved) => Some((key[prefix.len()..].to_owned(), reserved)),
+            Ok(reserved) => Some((name_in(key), reserved)),
             // After a fail-over ceph-csi records, beside the volume's name, the handle that
             // replaces another. Both have the volume's uuid.
             Err(_) if value.parse::<Handle>().is_ok() => None,
@@ -175,7 +180,11 @@ impl Journal {
                 None
             }
         };
-        Ok((page.entries.iter().filter_map(entry).collect(), page.more))
+        let last = page.entries.last_key_value().filter(|_| page.more);
+        Ok(NamePage {
+            next: last.map(|(key, _)| name_in(key)),
+            names: page.entries.iter().filter_map(entry).collect(),
+        })
     }
 
     /// Writes the entry of a new reservation; false if another controller has abandoned it

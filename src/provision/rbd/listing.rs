@@ -229,16 +229,15 @@ fn page<T>(
         None => None,
     };
     let mut entries = Vec::new();
-    for (link, directory, mut after) in directories(links, from, what)? {
-        let mut more = true;
-        while more {
-            let names;
-            (names, more) = match journal.page(&directory, &after, BATCH) {
+    for (link, directory, after) in directories(links, from, what)? {
+        let mut next = Some(after);
+        while let Some(after) = next {
+            let page = match journal.page(&directory, &after, BATCH) {
                 Err(JournalError::Ceph(error)) if error.is_access_denied() => break,
                 page => page.map_err(RbdError::from)?,
             };
-            for (name, reserved) in names {
-                after = name;
+            next = page.next;
+            for (_, reserved) in page.names {
                 let pool = match reserved.pool_id.map(|id| link.pool(id)) {
                     None => directory.clone(),
                     // The pool was deleted, with all its images.

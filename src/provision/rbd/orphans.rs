@@ -183,12 +183,11 @@ impl<'a> Survey<'a> {
         let images = rbd::list(pool)?.into_iter().map(|image| image.name);
         self.images.insert(pool.pool_id(), images.collect());
         for kind in KINDS {
-            let (mut after, mut more) = (String::new(), true);
-            while more {
-                let names;
-                (names, more) = self.store.journal(kind).page(pool, &after, BATCH)?;
-                for (name, reserved) in names {
-                    after.clone_from(&name);
+            let mut next = Some(String::new());
+            while let Some(after) = next {
+                let page = self.store.journal(kind).page(pool, &after, BATCH)?;
+                next = page.next;
+                for (name, reserved) in page.names {
                     match self.named(kind, pool, &name, reserved) {
                         Ok(read) => self.enter(read),
                         Err(error) => self.omit(&format!("name {name:?} of pool {pool}"), error)?,
@@ -196,12 +195,11 @@ impl<'a> Survey<'a> {
                 }
             }
         }
-        let (mut after, mut more) = (String::new(), true);
-        while more {
-            let names;
-            (names, more) = self.store.groups.page(pool, &after, BATCH)?;
-            for (name, reserved) in names {
-                after.clone_from(&name);
+        let mut next = Some(String::new());
+        while let Some(after) = next {
+            let page = self.store.groups.page(pool, &after, BATCH)?;
+            next = page.next;
+            for (name, reserved) in page.names {
                 let pool = pool.clone();
                 self.groups.push(NamedGroup {
                     pool,

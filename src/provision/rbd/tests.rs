@@ -312,3 +312,21 @@ async fn listings_continue_where_they_ended() {
         }
     }
 }
+
+/// As ceph-csi before 3.4 wrote them after a fail-over: they sort before the volumes' names.
+#[tokio::test]
+async fn a_listing_ends_where_handles_fill_pages() {
+    let Some(home) = Home::new() else { return };
+    let made = home.make(home.volume("pvc-1", MIB)).await.handle;
+    let keys: Vec<_> = (0..=listing::BATCH)
+        .map(|n| format!("csi.volume.0001-{n:04}"))
+        .collect();
+    let keys: Vec<_> = keys.iter().map(|key| (&**key, &*made)).collect();
+    home.io().omap_set("csi.volumes.default", &keys).unwrap();
+    let within = Duration::from_secs(60);
+    let listed = home.rbd.list_volumes(ListRequest::default());
+    let listed = tokio::time::timeout(within, listed).await.expect("an end");
+    let mut listed = listed.unwrap().entries.into_iter();
+    assert!(listed.any(|volume| volume.handle == made));
+    home.rbd.orphans(within).await.unwrap();
+}
