@@ -82,10 +82,19 @@ impl Attempt<'_> {
                 }
                 return Ok(Some(self.journal.resume(self.pool, uuid, wanted)?));
             }
-            if self.abandon(None)? {
+            let removed = self.abandon(None).map_err(|error| RbdError::NotRemoved {
+                what: self.what(),
+                source: error.into(),
+            });
+            if removed? {
                 return Ok(None);
             }
         }
+    }
+
+    /// What was requested, for errors.
+    fn what(&self) -> String {
+        format!("{} {:?}", self.journal.kind().noun(), self.name)
     }
 
     /// Removes an attempt that failed with that error, and returns what to answer: no final
@@ -96,9 +105,8 @@ impl Attempt<'_> {
         if error.is_uncertain() {
             return error.into();
         }
-        let noun = self.journal.kind().noun();
         let undone = self.abandon(Some(own)).map(drop);
-        ProvisionError::from(error).after_undo(&format!("{noun} {:?}", self.name), undone)
+        ProvisionError::from(error).after_undo(&self.what(), undone)
     }
 
     /// Refuses to continue an attempt that ceph-csi has begun or changed a moment ago.

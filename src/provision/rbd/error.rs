@@ -162,6 +162,14 @@ pub enum RbdError {
     /// Another controller abandoned the image while this one created it.
     #[error("another controller abandoned image {0} while this one created it; try again")]
     Contended(String),
+    /// A repeat cannot remove what an earlier attempt has left.
+    #[error("cannot remove what an earlier attempt at {what} has left; try again")]
+    NotRemoved {
+        /// What was requested, with its name.
+        what: String,
+        /// Why not.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// ceph-csi may be creating the image now.
     #[error(
         "ceph-csi was at work on image {image} {seconds} s ago and has not completed it; if its \
@@ -386,7 +394,9 @@ impl RbdError {
             Self::PublishedOtherwise { .. } => Kind::Conflict,
             Self::Snapshots { .. } => Kind::Exhausted,
             Self::Lost { .. } | Self::NotSynced(_) | Self::NoNode { .. } => Kind::NotFound,
-            Self::NotMeasured { .. }
+            // A final error would end the repeats, and leave the rest for ever.
+            Self::NotRemoved { .. }
+            | Self::NotMeasured { .. }
             | Self::KnownNodesUnreadable { .. }
             | Self::Resyncing { .. } => Kind::Transient,
             Self::Cluster { source: error, .. }

@@ -319,6 +319,11 @@ fn check_members(
     Err(ProvisionError::OtherMembers(handle.to_owned()))
 }
 
+/// A group snapshot, for errors.
+fn what(name: &str) -> String {
+    format!("group snapshot {name:?}")
+}
+
 impl GroupPlace<'_> {
     /// The reserved group snapshot, if it is complete. `None`: it was not, and has been
     /// removed.
@@ -330,7 +335,12 @@ impl GroupPlace<'_> {
         if let Some(taken) = self.taken_before(new, reserved)? {
             return Ok(Some(taken));
         }
-        if self.abandon(&new.name, reserved, None)? {
+        let removed = self.abandon(&new.name, reserved, None);
+        let removed = removed.map_err(|error| RbdError::NotRemoved {
+            what: what(&new.name),
+            source: error.into(),
+        });
+        if removed? {
             return Ok(None);
         }
         // It was completed meanwhile.
@@ -396,7 +406,7 @@ impl GroupPlace<'_> {
             return error.into();
         }
         let undone = self.abandon(&own.name, reserved, Some(own)).map(drop);
-        ProvisionError::from(error).after_undo(&format!("group snapshot {:?}", own.name), undone)
+        ProvisionError::from(error).after_undo(&what(&own.name), undone)
     }
 
     /// Abandons this driver's incomplete attempt, and removes its group in Ceph and its

@@ -25,18 +25,24 @@ async fn a_create_that_is_not_undone_has_no_final_error() {
     let (mut limited, mut limited_snapshot) = (copy.clone(), snapshot.clone());
     limited.secrets = secrets.clone().into();
     limited_snapshot.secrets = secrets.into();
-    for error in [
-        home.rbd.create_volume(limited).await.unwrap_err(),
-        home.rbd
-            .create_snapshot(limited_snapshot)
-            .await
-            .unwrap_err(),
-    ] {
+    let create = async || {
+        let copy = home.rbd.create_volume(limited.clone()).await;
+        let taken = home.rbd.create_snapshot(limited_snapshot.clone()).await;
+        [copy.unwrap_err(), taken.unwrap_err()]
+    };
+    for error in create().await {
         let text = error_chain(&error);
         assert_eq!(error.kind(), ErrorKind::Transient, "{text}");
         // Why it failed, and why the undo did.
         assert_eq!(text.matches("refuses the user").count(), 2, "{text}");
         assert!(text.contains("nor remove what was begun"), "{text}");
+    }
+    // Their repeats neither.
+    for error in create().await {
+        let text = error_chain(&error);
+        assert_eq!(error.kind(), ErrorKind::Transient, "{text}");
+        assert!(text.contains("refuses the user"), "{text}");
+        assert!(text.contains("an earlier attempt"), "{text}");
     }
 
     // A repeat as another user finishes both.
