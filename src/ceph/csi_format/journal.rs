@@ -265,8 +265,16 @@ impl Journal {
 
     /// Abandons this driver's attempt under a name, so that no controller can complete it;
     /// false if it is complete, or not this driver's.
-    pub fn abandon(&self, pool: &IoCtx, uuid: Uuid, name: &str) -> Result<bool, JournalError> {
+    pub fn abandon(
+        &self,
+        journal: &IoCtx,
+        pool: &IoCtx,
+        name: &str,
+        reserved: NameEntry,
+    ) -> Result<bool, JournalError> {
+        let uuid = reserved.uuid;
         let object = self.object(uuid);
+        let mut has_name = true;
         let abandoned = (entry::CREATE_STATE, CreateState::Abandoned.value());
         // The name may be reserved before the journal has its entry.
         let first = WriteOp::new()
@@ -279,6 +287,14 @@ impl Journal {
         loop {
             match pool.operate(&object, &first) {
                 Err(error) if error.is_exists() => {}
+                // There is no entry, and a full pool has no room for one. Without its name
+                // none can be made that counts ([`Self::enter`]).
+                Err(error) if error.is_full() && has_name => {
+                    self.remove_name(journal, name, reserved)?;
+                    has_name = false;
+                    continue;
+                }
+                Err(error) if error.is_full() => return Ok(true),
                 result => return Ok(result.map(|()| true)?),
             }
             match pool.operate(&object, &begun) {

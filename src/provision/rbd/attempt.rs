@@ -147,12 +147,14 @@ impl Attempt<'_> {
     /// the name and the entry last.
     pub fn abandon(&self, known: Option<&JournalEntry>) -> Result<bool, RbdError> {
         let uuid = self.reserved.uuid;
-        if !self.journal.abandon(self.pool, uuid, self.name)? {
+        let (directory, pool) = (self.directory, self.pool);
+        let (name, reserved) = (self.name, self.reserved);
+        if !self.journal.abandon(directory, pool, name, reserved)? {
             return Ok(false);
         }
         let entry = match known {
             Some(known) => known.clone(),
-            None => self.journal.read(self.pool, uuid)?.unwrap_or_default(),
+            None => self.journal.read(pool, uuid)?.unwrap_or_default(),
         };
         let mut images = vec![entry.image.clone()];
         let mut snapshot = entry.image.clone();
@@ -160,15 +162,13 @@ impl Attempt<'_> {
             snapshot = temporary(&entry.image);
             images.push(snapshot.clone());
         }
-        self.store.take_back(self.pool, &images)?;
+        self.store.take_back(pool, &images)?;
         if let Some((pool, source)) = self.source(&entry)? {
             drop_snapshot(&pool, &source, &snapshot)?;
         }
-        let handle = handle_of(self.link, self.pool, uuid);
+        let handle = handle_of(self.link, pool, uuid);
         self.store.keeper(self.secrets).remove(&entry, &handle)?;
-        let (directory, pool) = (self.directory, self.pool);
-        self.journal
-            .forget(directory, pool, self.name, self.reserved)?;
+        self.journal.forget(directory, pool, name, reserved)?;
         Ok(true)
     }
 

@@ -12,7 +12,10 @@ use std::{
 
 use serde_json::json;
 
-use super::{error::RbdError, trash::has_manager};
+use super::{
+    error::RbdError,
+    trash::{has_manager, is_full},
+};
 use crate::{
     ceph::client::{
         CephError,
@@ -245,7 +248,7 @@ fn flatten(pool: &IoCtx, name: &str) -> Result<(), CephError> {
         "prefix": "rbd task add flatten",
         "image_spec": format!("{pool}/{name}"),
     });
-    if has_manager(pool) && pool.cluster().mgr_command(&task).is_ok() {
+    if has_manager(pool) && !is_full(pool) && pool.cluster().mgr_command(&task).is_ok() {
         return Ok(());
     }
     match Image::open(pool, name, OpenMode::ReadWrite)?.flatten() {

@@ -420,7 +420,7 @@ impl GroupPlace<'_> {
         known: Option<&GroupEntry>,
     ) -> Result<bool, ProvisionError> {
         let groups = &self.store.groups;
-        let abandoned = groups.abandon(&self.pool, reserved.uuid, name);
+        let abandoned = groups.abandon(&self.pool, &self.pool, name, reserved);
         if !abandoned.map_err(RbdError::from)? {
             return Ok(false);
         }

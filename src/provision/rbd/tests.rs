@@ -7,6 +7,7 @@ mod blocks;
 mod crashes;
 mod encrypted;
 mod fencing;
+mod full;
 mod groups;
 mod limits;
 mod lost_daemons;

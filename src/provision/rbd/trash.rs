@@ -9,7 +9,7 @@
 //! user, until that is removed.
 //!
 //! Ceph's manager does the work, if it runs (`rbd task add trash remove`): it repeats what
-//! fails, and survives this process. Else this process does, and removes an image with its
+//! fails, and survives this process. Else, and in a full pool, this process does, and removes an image with its
 //! last clone, if it is listed. [`TrashPurger::sweep`] retries the rest, at the start
 //! and periodically.
 //!
@@ -20,7 +20,7 @@
 //! the pool's list.
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{BTreeMap, HashMap, HashSet, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, SystemTime},
@@ -34,8 +34,8 @@ use crate::{
     ceph::client::{
         CephError,
         connections::IDLE,
-        or_missing,
-        rados::IoCtx,
+        or_exists, or_missing,
+        rados::{IoCtx, WriteOp},
         rbd::{
             self, Image, LinkedImage, OpenMode,
             trash::{self, Trashed},
@@ -90,6 +90,8 @@ pub struct TrashPurger {
     pub times: PurgeTimes,
     /// The queue of each cluster, so that a slow cluster delays no other.
     queues: Arc<Mutex<HashMap<String, Queue>>>,
+    /// The pools that have what a delete writes to: cluster, pool, namespace.
+    prepared: Arc<Mutex<HashSet<(String, i64, String)>>>,
     /// The deletes under way, which have priority.
     pub deletes: Deletes,
     #[cfg(test)]
@@ -102,7 +104,7 @@ struct Queue {
     /// Whether a lane works on it.
     worked_on: bool,
     /// The images that wait or are being removed, by pool and id.
-    known: std::collections::HashSet<(i64, String, String)>,
+    known: HashSet<(i64, String, String)>,
 }
 
 impl TrashPurger {
@@ -111,9 +113,32 @@ impl TrashPurger {
             lanes,
             times,
             queues: Arc::default(),
+            prepared: Arc::default(),
             deletes: Deletes::default(),
             #[cfg(test)]
             panics: super::panic_once::PanicOnce::default(),
+        }
+    }
+
+    /// Makes the objects that a delete writes to, once for each pool: a full pool has no room
+    /// for objects, and changes those that exist.
+    pub fn prepare(&self, pool: &IoCtx) {
+        let place = (
+            pool.cluster().fsid().to_owned(),
+            pool.pool_id(),
+            pool.namespace().to_owned(),
+        );
+        let prepared = || self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
+        if prepared().contains(&place) {
+            return;
+        }
+        let listed = or_exists(pool.operate(LIST, &WriteOp::new().create()));
+        match listed.and_then(|()| trash::prepare(pool)) {
+            Ok(()) => drop(prepared().insert(place)),
+            // A delete makes them, if it may and there is room.
+            Err(error) => {
+                tracing::debug!(error = error_chain(&error), "cannot prepare the trash");
+            }
         }
     }
 
@@ -241,7 +266,7 @@ impl TrashPurger {
             self.deletes.pass();
             #[cfg(test)]
             self.panics.maybe();
-            let manager = *manager.get_or_insert_with(|| has_manager(&pool));
+            let manager = *manager.get_or_insert_with(|| has_manager(&pool)) && !is_full(&pool);
             let emptied = self.empty(&pool, &image, manager);
             match emptied {
                 Ok(Some((pool, parent))) => self.add(&pool, parent),
@@ -443,6 +468,19 @@ pub fn has_manager(pool: &IoCtx) -> bool {
         .ok()
         .and_then(|text| serde_json::from_slice(&text).ok());
     stat.is_some_and(|stat: serde_json::Value| stat["available"] == true)
+}
+
+/// Whether the pool, or the cluster, has no room. There the manager's writes wait for it, also
+/// those of a removal, and with them all its later tasks.
+pub fn is_full(pool: &IoCtx) -> bool {
+    let command = json!({"prefix": "osd pool ls", "detail": "detail", "format": "json"});
+    let pools = pool.cluster().mon_command(&command).ok();
+    let pools = pools.and_then(|text| serde_json::from_slice(&text).ok());
+    let pools: Vec<serde_json::Value> = pools.unwrap_or_default();
+    let mut pools = pools.iter();
+    let this = pools.find(|one| one["pool_id"].as_i64() == Some(pool.pool_id()));
+    let flags = this.and_then(|one| one["flags_names"].as_str());
+    flags.is_some_and(|flags| flags.split(',').any(|flag| flag == "full"))
 }
 
 /// Adds a task to the manager; false if the manager refuses it.

@@ -132,5 +132,7 @@ table! {
         key_len: *mut usize, value_len: *mut usize,
     ) -> c_int;
     fn rados_omap_get_end(iter: OmapIter);
-    optional {}
+    optional {
+        fn rados_set_pool_full_try(io: IoCtx);
+    }
 }

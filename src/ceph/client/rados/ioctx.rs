@@ -70,6 +70,14 @@ impl IoCtx {
         call.check(unsafe { (functions.rados_ioctx_create2)(cluster.raw, pool_id, &raw mut raw) })?;
         // SAFETY: no other thread has the handle yet; the library copies the name.
         unsafe { (functions.rados_ioctx_set_namespace)(raw, name.as_ptr()) };
+        // While the pool or the cluster is full, writes would wait for room until they time
+        // out, and so would a delete, which makes it. With this flag the OSD carries out what
+        // needs no room, and refuses the rest at once ([`CephError::is_full`]). Images that
+        // are opened by this handle inherit it.
+        if let Ok(try_full) = functions.rados_set_pool_full_try() {
+            // SAFETY: no other thread has the handle yet.
+            unsafe { try_full(raw) };
+        }
         Ok(Self(Arc::new(Inner {
             raw,
             pool_id,

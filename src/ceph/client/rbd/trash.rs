@@ -9,7 +9,12 @@ use std::{
 };
 
 use super::{DIRECTORY, abi, image::system_time};
-use crate::ceph::client::{CephError, call::owned, or_missing, rados::IoCtx};
+use crate::ceph::client::{
+    CephError,
+    call::owned,
+    or_exists, or_missing,
+    rados::{IoCtx, WriteOp},
+};
 
 /// The object that lists a pool's trash.
 const TRASH: &str = "rbd_trash";
@@ -17,6 +22,12 @@ const TRASH: &str = "rbd_trash";
 /// The state of an image in the trash (`cls::rbd::TrashImageState`).
 const NORMAL: u8 = 0;
 const MOVING: u8 = 1;
+
+/// Makes the object that lists the trash, as the first move to it would: a full pool has no
+/// room for an object.
+pub fn prepare(io: &IoCtx) -> Result<(), CephError> {
+    or_exists(io.operate(TRASH, &WriteOp::new().create()))
+}
 
 /// An image in the trash.
 #[derive(Clone, Debug, PartialEq, Eq)]
