@@ -110,6 +110,12 @@ impl CephError {
         matches!(self, Self::Monitors(MonitorError::Unanswered(_))) || self.is(Errno::TIMEDOUT)
     }
 
+    /// As [`Self::is_timed_out`]; or nothing was asked, since an earlier command to the manager
+    /// has no answer yet.
+    pub fn is_unanswered(&self) -> bool {
+        self.is_timed_out() || self.is(Errno::AGAIN)
+    }
+
     /// The cluster has fenced this client; a new connection is a new client.
     pub fn is_blocklisted(&self) -> bool {
         self.is(Errno::SHUTDOWN)

@@ -33,15 +33,18 @@ mod command;
 mod connect;
 mod ioctx;
 mod lock;
+mod manager;
 mod object;
 mod omap;
 #[cfg(test)]
 mod tests;
 mod write;
 
+use connect::Origin;
 pub use connect::Timeouts;
 pub use ioctx::{IoCtx, PoolRef};
 pub use lock::ObjectLock;
+use manager::ManagerCommands;
 pub use omap::OmapPage;
 pub use write::WriteOp;
 
@@ -49,11 +52,12 @@ pub use write::WriteOp;
 pub struct Cluster {
     raw: abi::Cluster,
     libraries: &'static Libraries,
-    /// The user, for errors.
-    user: String,
     fsid: String,
     /// Set when a call shows that a new connection is needed.
     lost: Arc<AtomicBool>,
+    /// How it was made.
+    origin: Arc<Origin>,
+    manager: Arc<ManagerCommands>,
 }
 
 // SAFETY: a `rados_t` may be used from any thread.
@@ -189,7 +193,7 @@ impl Cluster {
 
 impl fmt::Debug for Cluster {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Cluster({} as client.{})", self.fsid, self.user)
+        write!(f, "Cluster({} as client.{})", self.fsid, self.origin.user())
     }
 }
 

@@ -30,8 +30,8 @@ impl Cluster {
         self.command(self.libraries.rados.rados_mon_command, "monitor", command)
     }
 
-    /// Sends the manager a command, as [`Self::mon_command`] does to the monitors.
-    pub fn mgr_command(&self, command: &serde_json::Value) -> Result<Vec<u8>, CephError> {
+    /// Sends the manager a command, on a connection without timeout.
+    pub(super) fn ask_manager(&self, command: &serde_json::Value) -> Result<Vec<u8>, CephError> {
         self.command(self.libraries.rados.rados_mgr_command, "manager", command)
     }
 

@@ -35,6 +35,20 @@ impl Default for Timeouts {
     }
 }
 
+/// By what a connection is made.
+#[derive(Clone, Debug)]
+pub(super) struct Origin {
+    monitors: Vec<String>,
+    credentials: Credentials,
+    pub timeouts: Timeouts,
+}
+
+impl Origin {
+    pub fn user(&self) -> &str {
+        &self.credentials.user
+    }
+}
+
 impl Cluster {
     /// Connects to the cluster of these monitors, each as `mon_host` takes it.
     ///
@@ -45,18 +59,34 @@ impl Cluster {
         credentials: &Credentials,
         timeouts: Timeouts,
     ) -> Result<Arc<Self>, CephError> {
+        let origin = Arc::new(Origin {
+            monitors: monitors.to_vec(),
+            credentials: credentials.clone(),
+            timeouts,
+        });
+        Self::connect_as(&origin, Some(timeouts.operation))
+    }
+
+    /// Another connection of that origin, for commands to the manager.
+    pub(super) fn connect_to_manager(origin: &Origin) -> Result<Arc<Self>, CephError> {
+        Self::connect_as(&Arc::new(origin.clone()), None)
+    }
+
+    /// Without `command_timeout` a command waits for its answer as long as it takes.
+    fn connect_as(
+        origin: &Arc<Origin>,
+        command_timeout: Option<Duration>,
+    ) -> Result<Arc<Self>, CephError> {
         // The libraries register exit handlers also when they first connect.
         static FIRST: Once = Once::new();
         let libraries = Libraries::load()?;
+        let monitors = &origin.monitors;
         // The library would only report a timeout, not the error of each monitor.
-        let deadline = Instant::now() + timeouts.connect;
+        let deadline = Instant::now() + origin.timeouts.connect;
         monitor::answers(monitors, deadline)?;
-        let timeouts = Timeouts {
-            connect: deadline.saturating_duration_since(Instant::now()),
-            ..timeouts
-        };
-        let mut cluster = Self::create(libraries, &credentials.user)?;
-        cluster.configure(monitors, credentials, timeouts)?;
+        let mut cluster = Self::create(libraries, origin)?;
+        let connect = deadline.saturating_duration_since(Instant::now());
+        cluster.configure(connect, command_timeout)?;
         let at_monitors = || format!("the cluster at {}", monitors.join(","));
         let call = cluster.call("connect to", at_monitors);
         // SAFETY: the handle is configured and not yet connected.
@@ -71,13 +101,15 @@ impl Cluster {
         Ok(Arc::new(cluster))
     }
 
-    fn create(libraries: &'static Libraries, user: &str) -> Result<Self, CephError> {
+    fn create(libraries: &'static Libraries, origin: &Arc<Origin>) -> Result<Self, CephError> {
+        let user = origin.user();
         let mut cluster = Self {
             raw: ptr::null_mut(),
             libraries,
-            user: user.to_owned(),
             fsid: String::new(),
             lost: Arc::default(),
+            origin: origin.clone(),
+            manager: Arc::default(),
         };
         let call = cluster.call("create", || format!("a connection as client.{user}"));
         let name = call.text(&format!("client.{user}"))?;
@@ -93,19 +125,23 @@ impl Cluster {
 
     fn configure(
         &self,
-        monitors: &[String],
-        credentials: &Credentials,
-        timeouts: Timeouts,
+        connect: Duration,
+        command_timeout: Option<Duration>,
     ) -> Result<(), CephError> {
+        let Origin {
+            monitors,
+            credentials,
+            timeouts,
+        } = &*self.origin;
         let seconds = |time: Duration| time.as_millis().div_ceil(1000).max(1).to_string();
-        let operation = seconds(timeouts.operation);
+        let command = command_timeout.map_or_else(|| "0".to_owned(), seconds);
         let monitors = monitors.join(",");
         let settings = [
             ("mon_host", monitors.as_str()),
             ("keyring", ""),
-            ("client_mount_timeout", &seconds(timeouts.connect)),
-            ("rados_mon_op_timeout", &operation),
-            ("rados_osd_op_timeout", &operation),
+            ("client_mount_timeout", &seconds(connect)),
+            ("rados_mon_op_timeout", &command),
+            ("rados_osd_op_timeout", &seconds(timeouts.operation)),
             // Errors are returned; the library needs no log and no socket.
             ("log_to_stderr", "false"),
             ("err_to_stderr", "false"),
