@@ -14,7 +14,7 @@ use serde_json::json;
 
 use super::{
     error::RbdError,
-    trash::{has_manager, is_full},
+    trash::{ask_manager, has_manager, is_full},
 };
 use crate::{
     ceph::client::{
@@ -248,7 +248,7 @@ fn flatten(pool: &IoCtx, name: &str) -> Result<(), CephError> {
         "prefix": "rbd task add flatten",
         "image_spec": format!("{pool}/{name}"),
     });
-    if has_manager(pool) && !is_full(pool) && pool.cluster().mgr_command(&task).is_ok() {
+    if has_manager(pool) && !is_full(pool) && ask_manager(pool, &task)? {
         return Ok(());
     }
     match Image::open(pool, name, OpenMode::ReadWrite)?.flatten() {

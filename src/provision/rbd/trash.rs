@@ -382,7 +382,11 @@ fn empty(
     // A delete moves it without an expiry time.
     if trashed.deferred_until <= trashed.deleted {
         let parent = bare(pool, &trashed)?;
-        if !(manager && ask_manager(pool, &image.id)) {
+        let task = json!({
+            "prefix": "rbd task add trash remove",
+            "image_id_spec": format!("{pool}/{}", image.id),
+        });
+        if !(manager && ask_manager(pool, &task)?) {
             // librbd forces the removal of an image that another client has locked, too.
             let early = trashed.deferred_until > SystemTime::now();
             freed = remove(pool, &image.id, early, parent)?;
@@ -483,18 +487,16 @@ pub fn is_full(pool: &IoCtx) -> bool {
     flags.is_some_and(|flags| flags.split(',').any(|flag| flag == "full"))
 }
 
-/// Adds a task to the manager; false if the manager refuses it.
-fn ask_manager(pool: &IoCtx, id: &str) -> bool {
-    let task = json!({
-        "prefix": "rbd task add trash remove",
-        "image_id_spec": format!("{pool}/{id}"),
-    });
-    let scheduled = pool.cluster().mgr_command(&task);
-    if let Err(error) = &scheduled {
-        tracing::debug!(
-            error = error_chain(error),
-            "the manager does not empty the trash"
-        );
+/// Adds a task to the manager; false if the manager refuses it. Without an answer it may still
+/// carry the task out: then this fails, since no other client may work on the image meanwhile.
+pub fn ask_manager(pool: &IoCtx, task: &serde_json::Value) -> Result<bool, CephError> {
+    match pool.cluster().mgr_command(task) {
+        Ok(_) => Ok(true),
+        Err(error) if error.is_unanswered() => Err(error),
+        Err(error) => {
+            let (task, error) = (task.to_string(), error_chain(&error));
+            tracing::debug!(task, error, "the manager refuses a task");
+            Ok(false)
+        }
     }
-    scheduled.is_ok()
 }

@@ -1,5 +1,7 @@
 //! What is in the trash, and whose it is.
 
+use rustix::process::{Pid, Signal, kill_process};
+
 use super::{super::trash::Discarded, *};
 use crate::ceph::client::rbd::{image_id, trash};
 
@@ -206,6 +208,50 @@ async fn replicas_that_purge_one_trash_do_not_fence_each_other() {
         join_all(made.iter().map(|it| home.delete(&it.handle))).await;
     }
     assert_eq!(home.cluster.ceph(&["osd", "blocklist", "ls"]), "");
+}
+
+#[tokio::test]
+async fn an_image_is_left_to_a_manager_that_does_not_answer() {
+    let Some(mut cluster) = TestCluster::own() else {
+        return;
+    };
+    // The monitors tell others nothing of the manager.
+    cluster.user = "admin".to_owned();
+    cluster.key.clone_from(&cluster.admin_key);
+    let home = Home::over(cluster);
+    let credentials = Credentials::from_secrets(&home.secrets()).unwrap();
+    let monitors = &home.cluster.monitors;
+    let timeouts = Timeouts {
+        operation: Duration::from_secs(2),
+        ..Timeouts::default()
+    };
+    let cluster = Cluster::connect(monitors, &credentials, timeouts).unwrap();
+    let pool = cluster.ioctx(&home.pool, "").unwrap();
+    let image = home.make(home.volume("left", MIB)).await.context["imageName"].clone();
+    let id = image_id(&pool, &image).unwrap().unwrap();
+    let discarded = Discarded { id, name: image };
+    pool.omap_set("uring-csi.trash", &[(&discarded.id, &discarded.name)])
+        .unwrap();
+    trash::move_image(&pool, &discarded.name, Duration::ZERO).unwrap();
+    testkit::eventually("a manager", async || {
+        super::super::trash::has_manager(&pool).then_some(())
+    })
+    .await;
+
+    let manager = home.cluster.dir().join("mgr.x.pid");
+    let manager = std::fs::read_to_string(manager).unwrap();
+    let manager = Pid::from_raw(manager.trim().parse().unwrap()).unwrap();
+    kill_process(manager, Signal::STOP).unwrap();
+    let purger = super::super::trash::TrashPurger::new(Lanes::new(1), PurgeTimes::default());
+    // No answer, and then one command has none yet.
+    for _ in 0..2 {
+        let left = purger.empty(&pool, &discarded, true).unwrap_err();
+        assert_eq!(left.kind(), ErrorKind::Transient, "{left}");
+        assert_eq!(home.listed(), [&*discarded.name]);
+        assert!(home.trash().contains(&discarded.name));
+    }
+    kill_process(manager, Signal::CONT).unwrap();
+    home.sweeps(|| !home.trash().is_empty()).await;
 }
 
 #[tokio::test]
