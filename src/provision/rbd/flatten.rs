@@ -65,9 +65,34 @@ pub struct Flattener {
 struct Work {
     /// The images to flatten, by reason: those of one queue are flattened one after the
     /// other.
-    queues: HashMap<String, VecDeque<(IoCtx, String)>>,
+    queues: HashMap<String, VecDeque<LongChained>>,
     /// All of these, and those that are being flattened.
     known: HashSet<String>,
+}
+
+/// An image to flatten.
+#[derive(Clone, Debug)]
+struct LongChained {
+    pool: IoCtx,
+    name: String,
+    /// The id of one that is in the trash, where others may have its name.
+    trashed: Option<String>,
+}
+
+impl LongChained {
+    fn named(pool: &IoCtx, name: &str) -> Self {
+        Self {
+            pool: pool.clone(),
+            name: name.to_owned(),
+            trashed: None,
+        }
+    }
+
+    /// Its name among the images of all clusters.
+    fn full_name(&self) -> String {
+        let in_pool = self.trashed.as_ref().unwrap_or(&self.name);
+        format!("{}/{}/{in_pool}", self.pool.cluster().fsid(), self.pool)
+    }
 }
 
 impl Flattener {
@@ -94,8 +119,8 @@ impl Flattener {
         if depth < self.bounds.soft_depth {
             return Ok(());
         }
-        let one = VecDeque::from([(pool.clone(), name.to_owned())]);
-        self.flatten(full_name(pool, name), one);
+        let one = LongChained::named(pool, name);
+        self.flatten(one.full_name(), [one].into());
         if depth < self.bounds.hard_depth {
             return Ok(());
         }
@@ -122,8 +147,8 @@ impl Flattener {
 
     /// Flattens an image in the background; the error says so.
     pub fn flatten_image(&self, pool: &IoCtx, name: &str) -> RbdError {
-        let image = (pool.clone(), name.to_owned());
-        self.flatten(format!("mirror {}", full_name(pool, name)), [image].into());
+        let image = LongChained::named(pool, name);
+        self.flatten(format!("mirror {}", image.full_name()), [image].into());
         RbdError::Flattening(format!("{pool}/{name}"))
     }
 
@@ -139,10 +164,13 @@ impl Flattener {
         } else {
             self.bounds.soft_snapshots
         };
-        let many = children.into_iter().skip(spare);
-        let clones = many.filter(|child| !child.in_trash).map(|child| {
+        let clones = children.into_iter().skip(spare).map(|child| {
             let cluster = image.io().cluster();
-            Ok((cluster.ioctx(child.pool_id, &child.namespace)?, child.name))
+            Ok(LongChained {
+                pool: cluster.ioctx(child.pool_id, &child.namespace)?,
+                name: child.name,
+                trashed: child.in_trash.then_some(child.id),
+            })
         });
         let clones = clones.collect::<Result<_, CephError>>()?;
         let why = format!("clones of {}/{image}", image.io().cluster().fsid());
@@ -165,10 +193,10 @@ impl Flattener {
     /// Flattens images in the background, by Ceph's manager if it runs, else here, one
     /// after the other: each is copied as a whole. An image that is queued or under way is
     /// not queued again.
-    fn flatten(&self, why: String, mut images: VecDeque<(IoCtx, String)>) {
+    fn flatten(&self, why: String, mut images: VecDeque<LongChained>) {
         let begins = {
             let mut work = self.work();
-            images.retain(|(pool, name)| work.known.insert(full_name(pool, name)));
+            images.retain(|image| work.known.insert(image.full_name()));
             if images.is_empty() {
                 return;
             }
@@ -185,22 +213,23 @@ impl Flattener {
     }
 
     fn work_off(&self, why: &str) {
-        while let Some((pool, name)) = self.next(why) {
+        while let Some(image) = self.next(why) {
             let _running = RunningFlatten {
                 work: &self.work,
                 why,
-                image: full_name(&pool, &name),
+                image: image.full_name(),
             };
             #[cfg(test)]
             self.panics.maybe();
-            if let Err(error) = flatten(&pool, &name) {
+            if let Err(error) = flatten(&image) {
+                let LongChained { pool, name, .. } = image;
                 let error = error_chain(&error);
                 tracing::warn!(image = %format!("{pool}/{name}"), error, "cannot flatten an image");
             }
         }
     }
 
-    fn next(&self, why: &str) -> Option<(IoCtx, String)> {
+    fn next(&self, why: &str) -> Option<LongChained> {
         let mut work = self.work();
         let next = work.queues.get_mut(why)?.pop_front();
         if next.is_none() {
@@ -227,8 +256,8 @@ impl Drop for RunningFlatten<'_> {
         let mut work = lock(self.work);
         work.known.remove(&self.image);
         if thread::panicking() {
-            for (pool, name) in work.queues.remove(self.why).unwrap_or_default() {
-                work.known.remove(&full_name(&pool, &name));
+            for image in work.queues.remove(self.why).unwrap_or_default() {
+                work.known.remove(&image.full_name());
             }
         }
     }
@@ -238,12 +267,15 @@ fn lock(work: &Mutex<Work>) -> MutexGuard<'_, Work> {
     work.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// An image's name among those of all clusters.
-fn full_name(pool: &IoCtx, name: &str) -> String {
-    format!("{}/{pool}/{name}", pool.cluster().fsid())
-}
-
-fn flatten(pool: &IoCtx, name: &str) -> Result<(), CephError> {
+fn flatten(image: &LongChained) -> Result<(), CephError> {
+    let LongChained {
+        pool,
+        name,
+        trashed,
+    } = image;
+    if let Some(id) = trashed {
+        return flatten_trashed(pool, id);
+    }
     let task = json!({
         "prefix": "rbd task add flatten",
         "image_spec": format!("{pool}/{name}"),
@@ -251,10 +283,27 @@ fn flatten(pool: &IoCtx, name: &str) -> Result<(), CephError> {
     if has_manager(pool) && !is_full(pool) && ask_manager(pool, &task)? {
         return Ok(());
     }
-    match Image::open(pool, name, OpenMode::ReadWrite)?.flatten() {
+    flatten_here(&Image::open(pool, name, OpenMode::ReadWrite)?)
+}
+
+fn flatten_here(image: &Image) -> Result<(), CephError> {
+    match image.flatten() {
         // It has lost its parent.
         Err(error) if error.is_invalid() => Ok(()),
         result => result,
+    }
+}
+
+/// A deleted image that its own clones keep in the trash, and with it a snapshot of its parent.
+/// Such an image is flattened with its snapshots (deep-flatten). The manager flattens none by its
+/// id.
+fn flatten_trashed(pool: &IoCtx, id: &str) -> Result<(), CephError> {
+    match Image::open_by_id(pool, id, OpenMode::ReadWrite) {
+        // Without clones it is removed as a whole.
+        Ok(image) if image.children()?.is_empty() => Ok(()),
+        Ok(image) => flatten_here(&image),
+        Err(error) if error.is_not_found() => Ok(()),
+        Err(error) => Err(error),
     }
 }
 
@@ -345,5 +394,40 @@ mod tests {
             assert!(lanes.busy().len() <= 1, "{:?}", lanes.busy());
             tokio::time::sleep(std::time::Duration::from_millis(10)).await;
         }
+    }
+
+    /// Snapshots of a volume that were restored and deleted.
+    #[tokio::test]
+    async fn deleted_clones_that_have_clones_are_flattened() {
+        let Some(place) = TestPool::new() else {
+            return;
+        };
+        let options = ImageOptions {
+            features: Some(Features::LAYERING | Features::DEEP_FLATTEN),
+            ..ImageOptions::default()
+        };
+        let io = &place.io;
+        let copy = |from: &str, to: &str| {
+            let source = Image::open(io, from, OpenMode::ReadWrite).unwrap();
+            source.snapshot_create(to).unwrap();
+            rbd::clone_snapshot(io, from, to, io, to, &options).unwrap();
+            source.snapshot_remove(to).unwrap();
+        };
+        rbd::create(io, "source", 1 << 20, &options).unwrap();
+        for middle in ["a", "b"] {
+            copy("source", middle);
+            copy(middle, &format!("restored-{middle}"));
+            rbd::trash::move_image(io, middle, std::time::Duration::ZERO).unwrap();
+        }
+        let bounds = FlattenLimits {
+            soft_snapshots: 1,
+            hard_snapshots: 1,
+            ..FlattenLimits::default()
+        };
+        let flattener = Flattener::new(Lanes::new(4), bounds);
+        let source = || Image::open(io, "source", OpenMode::ReadOnly).unwrap();
+        let refused = flattener.keep_few(&source()).unwrap_err();
+        assert!(matches!(refused, RbdError::Snapshots { count: 2, .. }));
+        testkit::eventually("few snapshots", async || flattener.keep_few(&source()).ok()).await;
     }
 }
