@@ -24,7 +24,7 @@ use super::{
 use crate::{
     ceph::{
         client::{rados::IoCtx, rbd::OpenMode},
-        csi_format::journal::{Journal, JournalError},
+        csi_format::journal::{Journal, JournalEntry, JournalError},
     },
     digest, error_chain,
     secret::Secrets,
@@ -244,7 +244,7 @@ fn page<T>(
                     Some(Err(error)) if error.is_not_found() => continue,
                     Some(pool) => pool?,
                 };
-                let entry = journal.read(&pool, reserved.uuid).map_err(RbdError::from)?;
+                let entry = entry_of(journal, &directory, &pool, reserved.uuid)?;
                 // Incomplete: no caller has its handle yet.
                 let Some(entry) = entry.filter(|entry| !entry.image_id.is_empty()) else {
                     continue;
@@ -262,6 +262,27 @@ fn page<T>(
     Ok(entries)
 }
 
+/// The entry of a name in that directory, of which ceph-csi may have written the keys to the
+/// directory's pool ([`read_from_other_pools`](crate::ceph::csi_format::journal::read_from_other_pools)).
+fn entry_of(
+    journal: &Journal,
+    directory: &IoCtx,
+    pool: &IoCtx,
+    uuid: Uuid,
+) -> Result<Option<JournalEntry>, RbdError> {
+    let entry = journal.read(pool, uuid)?;
+    let Some(JournalEntry { is_deleting, .. }) = entry.as_ref().filter(|it| it.name.is_empty())
+    else {
+        return Ok(entry);
+    };
+    let keys = journal.read(directory, uuid)?;
+    Ok(keys.map(|keys| JournalEntry {
+        is_deleting: *is_deleting,
+        journal_pool: Some(directory.pool_id()),
+        ..keys
+    }))
+}
+
 /// The position after which a token continues a listing.
 fn resume(
     journal: &Journal,
@@ -271,8 +292,10 @@ fn resume(
     let bad = || ProvisionError::BadToken(token.to_owned());
     let parsed: Token = token.parse().map_err(|()| bad())?;
     let link = links.iter().find(|link| short(link) == parsed.cluster);
-    let pool = link.ok_or_else(bad)?.pool(parsed.pool).map_err(|_| bad())?;
-    let entry = journal.read(&pool, parsed.uuid).map_err(RbdError::from)?;
+    let link = link.ok_or_else(bad)?;
+    let pool = link.pool(parsed.pool).map_err(|_| bad())?;
+    let directory = link.pool(parsed.directory).map_err(|_| bad())?;
+    let entry = entry_of(journal, &directory, &pool, parsed.uuid)?;
     let name = entry
         .map(|entry| entry.name)
         .filter(|name| !name.is_empty());

@@ -114,6 +114,19 @@ async fn the_key_of_a_volume_is_known_by_its_entry_in_the_journal_s_pool() {
     let names: Vec<_> = keys.iter().map(|(name, _)| *name).collect();
     pool.omap_remove(&entry, &names).unwrap();
 
+    let store = store_over(home.dir.path(), None, PurgeTimes::default());
+    let list = |from| {
+        let all = ListRequest {
+            from,
+            max: usize::MAX,
+            omitted: None,
+        };
+        let mut entries = store.list_volumes(&all).unwrap().into_iter();
+        entries.find(|one| one.entry.handle == made.handle)
+    };
+    let token = list(None).expect("it is listed").token;
+    assert!(list(Some(token)).is_none(), "it is listed again");
+
     let mut new = home.snapshot("moment", &made.handle);
     new.secrets = there.secrets();
     let snapshot = home.rbd.create_snapshot(new).await.unwrap().handle;
