@@ -137,6 +137,14 @@ pub struct PassphraseStore<'a> {
     pub secrets: &'a Secrets,
 }
 
+/// What opens the source of a copy, as it was before it was copied.
+#[derive(Debug)]
+pub struct SourceKey {
+    passphrase: Secret,
+    /// The state in its metadata, if any.
+    state: Option<String>,
+}
+
 /// An image by its handle, with which its passphrase is sealed.
 pub type Handled<'a> = (&'a str, &'a Image);
 
@@ -183,17 +191,18 @@ impl PassphraseStore<'_> {
         Ok(image.metadata_set(STATE_KEY, PREPARED)?)
     }
 
-    /// The passphrase that opens the source of a copy, before it is copied. Refuses a copy
+    /// What opens the source of a copy, before it is copied. Refuses a copy
     /// whose KMS cannot store it: the KMS of a secret is for volumes with the secret's
     /// passphrase. `kept` is the KMS of the source and that of the copy.
     pub fn of_source(
         &self,
         kept: (&Encryption, &Encryption),
         source: Handled<'_>,
-    ) -> Result<Secret, RbdError> {
+    ) -> Result<SourceKey, RbdError> {
         let to = self.kms(kept.1)?;
         to.check(self.secrets)?;
-        let own = self.own(kept.0, source, &source.1.metadata_list()?)?;
+        let metadata = source.1.metadata_list()?;
+        let own = self.own(kept.0, source, &metadata)?;
         let has_one = match (kept.1.what, &to) {
             (_, Kms::Secret) | (EncryptionType::Files, Kms::Metadata(_)) => true,
             (_, Kms::Metadata(_) | Kms::Sealed(_) | Kms::Service(_)) => false,
@@ -204,30 +213,36 @@ impl PassphraseStore<'_> {
                 return Err(RbdError::OwnPassphrase(kept.1.kms.clone()));
             }
         }
-        Ok(own)
+        Ok(SourceKey {
+            passphrase: own,
+            state: value_of(&metadata, STATE_KEY).map(str::to_owned),
+        })
     }
 
-    /// Stores the passphrase of the source for a copy, and copies the state. `before` is
-    /// that of before the copy ([`Self::of_source`]), whose header has no other.
+    /// Stores the passphrase of the source for a copy, and copies the state. `before` has both
+    /// as they were before the copy ([`Self::of_source`]), whose header has no other passphrase.
+    /// The state may be older than the copy: a node takes a formatted image that is marked as
+    /// [`PREPARED`], but not a blank one that is marked as formatted.
     pub fn copy(
         &self,
         kept: (&Encryption, &Encryption),
         source: Handled<'_>,
         copy: Handled<'_>,
-        before: &Secret,
+        before: &SourceKey,
     ) -> Result<(), RbdError> {
         let metadata = source.1.metadata_list()?;
-        if self.own(kept.0, source, &metadata)?.reveal() != before.reveal() {
+        let SourceKey { passphrase, state } = before;
+        if self.own(kept.0, source, &metadata)?.reveal() != passphrase.reveal() {
             return Err(RbdError::KeyRotated(source.0.to_owned()));
         }
         if kept.1.what == EncryptionType::Files {
             let kms = self.kms(kept.1)?;
-            return Ok(kms.store_for_files(self.secrets, copy.0, before)?);
+            return Ok(kms.store_for_files(self.secrets, copy.0, passphrase)?);
         }
-        if let Some(sealed) = self.kms(kept.1)?.store(self.secrets, copy.0, before)? {
+        if let Some(sealed) = self.kms(kept.1)?.store(self.secrets, copy.0, passphrase)? {
             copy.1.metadata_set(SEALED_KEY, &sealed)?;
         }
-        let state = value_of(&metadata, STATE_KEY).unwrap_or(PREPARED);
+        let state = state.as_deref().unwrap_or(PREPARED);
         Ok(copy.1.metadata_set(STATE_KEY, state)?)
     }
 

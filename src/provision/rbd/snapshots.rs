@@ -10,7 +10,7 @@ use super::{
     attempt::Attempt,
     class::{check_name_prefix, pass_over},
     copies,
-    encryption::Encryption,
+    encryption::{Encryption, SourceKey},
     error::RbdError,
     found::{FoundImage, Recorded, handle_of},
     metadata::{foreign, set_metadata},
@@ -20,7 +20,7 @@ use crate::{
         client::rbd::{Features, Image, OpenMode},
         csi_format::journal::{CreateState, JournalEntry, NameEntry},
     },
-    secret::{Secret, Secrets},
+    secret::Secrets,
 };
 
 impl RbdStore {
@@ -176,13 +176,13 @@ impl RbdStore {
         }
     }
 
-    /// The encryption of a volume, and the passphrase that opens it before it is copied.
+    /// The encryption of a volume, and what opens it before it is copied.
     pub(super) fn source_key(
         &self,
         volume: &FoundImage,
         entry: &JournalEntry,
         secrets: &Secrets,
-    ) -> Result<Option<(Encryption, Secret)>, RbdError> {
+    ) -> Result<Option<(Encryption, SourceKey)>, RbdError> {
         let Some(encryption) = Encryption::of_journal(entry)? else {
             return Ok(None);
         };
@@ -198,7 +198,7 @@ impl RbdStore {
         &self,
         volume: &FoundImage,
         (handle, entry): (&str, &JournalEntry),
-        key: Option<&(Encryption, Secret)>,
+        key: Option<&(Encryption, SourceKey)>,
         secrets: &Secrets,
     ) -> Result<(), RbdError> {
         let Some((encryption, key)) = key else {

@@ -6,7 +6,7 @@ use super::{
     super::{
         super::{ContentSource, ProvisionError, range::DEFAULT},
         copies,
-        encryption::{Encryption, PassphraseStore},
+        encryption::{Encryption, PassphraseStore, SourceKey},
         error::RbdError,
         found::FoundImage,
         image_size,
@@ -14,17 +14,14 @@ use super::{
     },
     Creation, NewImage,
 };
-use crate::{
-    ceph::client::rbd::{self, Image, OpenMode},
-    secret::Secret,
-};
+use crate::ceph::client::rbd::{self, Image, OpenMode};
 
 /// The source of a copy.
 pub struct CopySource {
     found: FoundImage,
     bytes: u64,
-    /// And its passphrase before the copy.
-    encryption: Option<(Encryption, Secret)>,
+    /// And what opens it before the copy.
+    encryption: Option<(Encryption, SourceKey)>,
     /// The metadata that the copy must not have.
     foreign: Vec<(String, Option<String>)>,
 }
@@ -84,13 +81,13 @@ impl Creation<'_> {
         }
     }
 
-    /// The encryption of the source, and its passphrase. Fails unless source and copy are
+    /// The encryption of the source, and what opens it. Fails unless source and copy are
     /// both encrypted in the same way, or neither is.
     fn encryption_of(
         &self,
         source: &FoundImage,
         image: &Image,
-    ) -> Result<Option<(Encryption, Secret)>, RbdError> {
+    ) -> Result<Option<(Encryption, SourceKey)>, RbdError> {
         let there = Encryption::of_journal(&source.recorded()?.entry)?;
         match (there, &self.class.encryption) {
             (None, None) => Ok(None),

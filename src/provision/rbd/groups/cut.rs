@@ -12,19 +12,16 @@ use super::{
             serialized::snapshot_named,
         },
         copies,
-        encryption::Encryption,
+        encryption::{Encryption, SourceKey},
         error::RbdError,
         found::{FoundImage, handle_of},
         temporary_group::temporary,
     },
     GroupPlace,
 };
-use crate::{
-    ceph::{
-        client::rbd::{Image, OpenMode, group},
-        csi_format::journal::{CreateState, GroupEntry, JournalEntry, JournalKind, NameEntry},
-    },
-    secret::Secret,
+use crate::ceph::{
+    client::rbd::{Image, OpenMode, group},
+    csi_format::journal::{CreateState, GroupEntry, JournalEntry, JournalKind, NameEntry},
 };
 
 /// A snapshot of the group.
@@ -33,7 +30,7 @@ struct Member<'a> {
     uuid: Uuid,
     handle: String,
     entry: JournalEntry,
-    key: Option<(Encryption, Secret)>,
+    key: Option<(Encryption, SourceKey)>,
 }
 
 impl GroupPlace<'_> {
