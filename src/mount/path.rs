@@ -59,6 +59,8 @@ struct Root {
     given: PathBuf,
     /// The path with symlinks resolved.
     real: PathBuf,
+    /// Whether nobody but the orchestrator and this agent mounts below it.
+    is_for_volumes: bool,
 }
 
 /// A name in a directory that is held open.
@@ -70,8 +72,19 @@ pub struct SafePath {
 }
 
 impl Roots {
-    /// Resolves the directories, which must exist.
+    /// Resolves the directories, which must exist, and are the orchestrator's or this agent's.
     pub fn new(directories: &[PathBuf]) -> Result<Self, PathError> {
+        let roots = Self::resolved(directories, true)?;
+        Ok(Self(roots.into()))
+    }
+
+    /// With these as well, in which the administrator may have mounts.
+    pub fn with_allowed(self, directories: &[PathBuf]) -> Result<Self, PathError> {
+        let allowed = Self::resolved(directories, false)?;
+        Ok(Self(self.0.iter().cloned().chain(allowed).collect()))
+    }
+
+    fn resolved(directories: &[PathBuf], is_for_volumes: bool) -> Result<Vec<Root>, PathError> {
         let root = |given: &PathBuf| {
             let failed = |source| PathError::Io {
                 path: given.clone(),
@@ -86,13 +99,13 @@ impl Roots {
                 return Err(failed(Errno::NOTDIR.into()));
             }
             let given = given.components().collect();
-            Ok(Root { given, real })
+            Ok(Root {
+                given,
+                real,
+                is_for_volumes,
+            })
         };
-        directories
-            .iter()
-            .map(root)
-            .collect::<Result<_, _>>()
-            .map(Self)
+        directories.iter().map(root).collect()
     }
 
     /// Resolves `path`. Its parent must exist; its last name need not.
@@ -148,6 +161,12 @@ impl Roots {
     /// Whether the path is below one of the roots.
     pub fn has(&self, path: &Path) -> bool {
         self.innermost_root(path).is_ok()
+    }
+
+    /// Whether nobody but the orchestrator and this agent mounts where the path is.
+    pub fn is_for_volumes(&self, path: &Path) -> bool {
+        let mut own = self.0.iter().filter(|root| root.is_for_volumes);
+        own.any(|root| path.starts_with(&root.given) || path.starts_with(&root.real))
     }
 
     /// The path with its root's symlinks resolved, as in [`SafePath::path`] and the mount

@@ -297,8 +297,8 @@ async fn serve(options: NodeOptions, location: CrushLocation) -> Result<(), Fail
     let config = node_config(&options, gates);
     let records = Records::open(&options.run_dir, &options.state_dir)?;
     std::fs::create_dir_all(&config.staging_dir)?;
-    let mut roots = vec![options.kubelet_dir.clone(), config.staging_dir.clone()];
-    roots.extend(options.allow_path.iter().cloned());
+    let roots = Roots::new(&[options.kubelet_dir.clone(), config.staging_dir.clone()])?;
+    let roots = roots.with_allowed(&options.allow_path)?;
     let pools = Pools::new(options.pool.into_iter().map(|pool| pool.or(Scope::Local)))?;
     let pool_names = pools.iter().map(|pool| pool.name.clone()).collect();
     let format_markers = NodeFormatMarkers::open(options.run_dir.join("mkfs"))?;
@@ -340,7 +340,7 @@ async fn serve(options: NodeOptions, location: CrushLocation) -> Result<(), Fail
     let node = Node::open(
         config.clone(),
         backends,
-        Roots::new(&roots)?,
+        roots,
         records,
         lanes.clone(),
         heartbeat,

@@ -56,6 +56,12 @@ impl Places {
         self.0.canonical(path)
     }
 
+    /// Whether nobody but the orchestrator and this agent mounts there
+    /// ([`Roots::is_for_volumes`]). Never blocks.
+    pub fn is_for_volumes(&self, path: &Path) -> bool {
+        self.0.is_for_volumes(path)
+    }
+
     /// Whether the path is below one of the directories. Never blocks.
     pub fn has(&self, path: &Path) -> bool {
         self.0.has(path)

@@ -8,14 +8,19 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 
 use rustix::fd::AsFd as _;
 
-use super::{context::OnLane, error::Cause, places::is_kubelets, record::Held};
+use super::{
+    context::OnLane,
+    error::Cause,
+    places::is_kubelets,
+    record::{Held, Record},
+};
 use crate::{
     Done,
     device::{self, Source},
     mount::{
         Mounted, PathKind, bind,
         path::SafePath,
-        table,
+        table::{self, MountEntry},
         unmount::{self, UnmountError},
     },
 };
@@ -64,8 +69,14 @@ pub(super) const IN_TREE: &str = "kubernetes.io~nfs";
 
 /// Refuses the mount of another volume, where a directory of a server is mounted that no
 /// record knows. It names no volume itself, nor does the handle of a static volume name its
-/// directory; and its unmount loses nothing.
-pub(super) fn refuse_others(cx: OnLane<'_>, place: &SafePath) -> Result<(), Cause> {
+/// directory; and its unmount loses nothing. Where the administrator may have mounts, it must
+/// be the directory of the volume's record: an agent may have died before it recorded the
+/// mount.
+pub(super) fn refuse_others(
+    cx: OnLane<'_>,
+    record: Option<&Record>,
+    place: &SafePath,
+) -> Result<(), Cause> {
     let path = place.path();
     if is_kubelets(path, IN_TREE) {
         return Err(Cause::precondition(format!(
@@ -76,20 +87,35 @@ pub(super) fn refuse_others(cx: OnLane<'_>, place: &SafePath) -> Result<(), Caus
     let has = |held: &Held| held.targets.contains_key(path) || held.record.mount_point() == path;
     let volumes = cx.node.volumes();
     let mut others = volumes.values().filter(|it| it.id != cx.volume.id);
-    match others.find(|it| it.held().as_ref().is_some_and(has)) {
-        None => Ok(()),
-        Some(other) => Err(Cause::precondition(format!(
+    if let Some(other) = others.find(|it| it.held().as_ref().is_some_and(has)) {
+        return Err(Cause::precondition(format!(
             "volume {} is mounted at {}",
             other.id,
             path.display()
-        ))),
+        )));
     }
+    let entry = topmost(place);
+    let is_its = |entry: &MountEntry| record.is_some_and(|it| it.source.is_mounted_as(entry));
+    if cx.node.places.is_for_volumes(path) || entry.as_ref().is_some_and(is_its) {
+        return Ok(());
+    }
+    let what = entry.map(|it| it.source.display().to_string());
+    Err(Cause::precondition(format!(
+        "{} is mounted at {}, which is not known to be this volume; unmount it by hand",
+        what.as_deref().unwrap_or("a directory of a server"),
+        path.display()
+    )))
 }
 
 /// Whether what is mounted at the place is a directory of a server.
 pub(super) fn is_remote(place: &SafePath) -> bool {
-    let at = place.path();
+    topmost(place).is_some_and(|it| device::is_remote(&it.fs_type))
+}
+
+/// The mount at the place, also of a directory that its server has lost and that cannot be
+/// opened.
+fn topmost(place: &SafePath) -> Option<MountEntry> {
     let all = table::list().unwrap_or_default();
-    let topmost = all.iter().rev().find(|it| it.mount_point == at);
-    topmost.is_some_and(|it| device::is_remote(&it.fs_type))
+    let mut last_first = all.into_iter().rev();
+    last_first.find(|it| it.mount_point == place.path())
 }

@@ -113,7 +113,7 @@ impl Unpublishing<'_> {
                 )))
             }
             // Another driver may have mounted it.
-            _ if remote::is_remote(place) => remote::refuse_others(self.cx, place),
+            _ if remote::is_remote(place) => remote::refuse_others(self.cx, self.record, place),
             _ => self.is_its_device(place, mounted),
         }
     }

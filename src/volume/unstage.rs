@@ -179,7 +179,7 @@ fn unmount_unknown(cx: OnLane<'_>, staging_path: &Path) -> Result<Done, Cause> {
         let look = look.map_err(Cause::io(format!("look at {}", place.path().display())))?;
         match look {
             PathKind::Mount(_) if remote::is_remote(&place) => {
-                remote::refuse_others(cx, &place)?;
+                remote::refuse_others(cx, None, &place)?;
                 Ok(cx.step("unmount", || remote::unmount(cx, &place))?)
             }
             _ => Ok(Done::Already),

@@ -88,6 +88,24 @@ fn the_innermost_root_is_taken() {
 }
 
 #[test]
+fn an_allowed_directory_is_not_for_volumes_alone() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let real = directory.path().canonicalize().expect("real");
+    let [kubelet, inner, link] = ["kubelet", "kubelet/inner", "link"].map(|it| real.join(it));
+    fs::create_dir_all(&inner).expect("created");
+    symlink(&kubelet, &link).expect("linked");
+    let roots = Roots::new(std::slice::from_ref(&link)).expect("roots");
+    let roots = roots
+        .with_allowed(&[real.clone(), inner.clone()])
+        .expect("roots");
+    for path in [&link, &kubelet, &inner] {
+        assert!(roots.is_for_volumes(&path.join("a")), "{path:?}");
+    }
+    let allowed = real.join("data");
+    assert!(roots.has(&allowed) && !roots.is_for_volumes(&allowed));
+}
+
+#[test]
 fn symlinks_below_a_root_are_never_followed() {
     let directory = tempfile::tempdir().expect("a directory");
     let roots = Roots::new(&[directory.path().to_owned()]).expect("roots");

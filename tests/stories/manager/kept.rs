@@ -2,7 +2,8 @@
 
 use std::{fs, os::unix::fs::symlink, path::Path};
 
-use testkit::{loops_over, run, story};
+use testkit::{NfsServer, Volume, can_use_nfs, loops_over, refused, run, story};
+use tonic::Code::FailedPrecondition;
 
 use super::{Machine, image, options_at};
 
@@ -108,6 +109,47 @@ fn a_mount_of_others_at_its_path_is_not_the_volume() {
         run(&["umount", text]);
         machine.wait("data", "gone");
         machine.node.assert_clean().await;
+    });
+}
+
+/// A path that was never the volume's, because its stage failed, and that has a share of the
+/// administrator.
+#[test]
+fn a_share_of_the_administrator_at_a_wrong_path_is_kept() {
+    if !can_use_nfs() {
+        return;
+    }
+    story(async |sandbox| {
+        let nfs = NfsServer::start(sandbox, "server").await;
+        let allowed = sandbox.dir().join("mnt");
+        let theirs = allowed.join("theirs");
+        nfs.mount(&theirs);
+        let setup = Machine::setup(sandbox).arg(&format!("--allow-path={}", allowed.display()));
+        let machine = Machine::start_with(sandbox, setup).await;
+        let right = machine.file("data", "mount", "");
+        let path = |at: &Path| format!("path = '{}'", at.display());
+        let wrong = right.replace(&path(&machine.path("data")), &path(&theirs));
+        // Its image is missing.
+        machine.write("data", &wrong);
+        machine.wait_for("data", "failed", "data.img").await;
+        image(sandbox, "data");
+        machine.write("data", &right);
+        machine.wait("data", "mounted");
+        assert_ne!(options_at(&theirs), "");
+        // Nor is it one without its file.
+        machine.remove("data");
+        machine.wait("data", "gone");
+        machine.write("data", &wrong);
+        machine.wait_for("data", "failed", "").await;
+        machine.remove("data");
+        machine.wait("data", "gone");
+        assert_ne!(options_at(&theirs), "");
+        let volume = Volume::filesystem("data", "");
+        let answer = machine.node.unpublish_at(&volume, &theirs).await;
+        refused(answer, FailedPrecondition, &["unmount it by hand"]);
+        assert_ne!(options_at(&theirs), "");
+        machine.node.assert_clean().await;
+        run(&["umount", theirs.to_str().unwrap()]);
     });
 }
 
