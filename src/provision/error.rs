@@ -142,6 +142,17 @@ pub enum ProvisionError {
         /// What it lacks.
         why: &'static str,
     },
+    /// Another volume has a directory above or below the new one.
+    #[error(
+        "{field}: directory {directory:?} and {other:?}, that of another volume, would be one in \
+         the other, and the outer one's pods could replace the inner one; name a directory beside it"
+    )]
+    Nested {
+        /// What names the directory: the request's `name`, or the parameter `subDir`.
+        field: &'static str,
+        directory: String,
+        other: String,
+    },
     /// What has a snapshot's name is none.
     #[error(
         "directory {name:?} of the share is no snapshot, so it stays; nothing else has the name \
@@ -341,6 +352,7 @@ impl ProvisionError {
             | Self::HandleOfNoBackend { .. }
             | Self::ShareNotGiven { .. }
             | Self::NoQuota { .. }
+            | Self::Nested { .. }
             | Self::NotSnapshot { .. }
             | Self::Archived { .. }
             | Self::VolumeInSnapshot(_)

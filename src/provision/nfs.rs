@@ -197,6 +197,26 @@ impl NfsStore {
         opened.map_err(failed("open", directory))
     }
 
+    /// Refuses a new volume in the directory of another, or around it: the outer one's pods
+    /// could put a symlink in the inner one's place, and nodes would follow it anywhere on the
+    /// server.
+    fn refuse_nested(
+        &self,
+        root: &OwnedFd,
+        made: &NewDirectory,
+    ) -> io::Result<Result<(), ProvisionError>> {
+        let directory = made.handle.directory.sub_dir();
+        let volumes = VolumeRecords::list(root)?;
+        let other = self.recorded.nested(root, &volumes, directory)?;
+        Ok(other.map_or(Ok(()), |other| {
+            Err(ProvisionError::Nested {
+                field: made.field(),
+                directory: directory.to_owned(),
+                other,
+            })
+        }))
+    }
+
     /// Makes an empty directory, or finds it; returns its size if that is enforced, else 0.
     fn create_empty(&self, made: &NewDirectory, range: Range) -> Result<u64, ProvisionError> {
         let directory = &made.handle.directory;
@@ -218,24 +238,26 @@ impl NfsStore {
             let is_there = export.has(sub_dir)?;
             if let Some(found) = found.filter(|_| is_there) {
                 if found.source.is_some() {
-                    return Ok(Err("it is a copy of a volume or snapshot".to_owned()));
+                    return Ok(Err(differs(made, "it is a copy of a volume or snapshot")));
                 }
                 if let Some(how) = found.other_size(range) {
-                    return Ok(Err(how));
+                    return Ok(Err(differs(made, &how)));
                 }
                 if found.size != 0 {
                     record.size = found.size;
                 }
+            } else if let Err(nested) = self.refuse_nested(&root, made)? {
+                return Ok(Err(nested));
             }
             if snapshots::has(&root, sub_dir)? {
-                return Ok(Err(OF_SNAPSHOT.to_owned()));
+                return Ok(Err(differs(made, OF_SNAPSHOT)));
             }
             let parent = below::split(sub_dir).0;
             if let Some(bytes) = quota.filter(|_| is_there) {
                 let dir = below::walk(&root, sub_dir)?;
                 let size = quota::limit(&below::walk(&root, parent)?, &dir)?.max(bytes);
                 if !range.holds(size) {
-                    return Ok(Err(its_size(size)));
+                    return Ok(Err(differs(made, &its_size(size))));
                 }
             }
             records::write(&root, &path, &record)?;
@@ -254,8 +276,7 @@ impl NfsStore {
             let above = below::walk(&root, parent)?;
             quota::give(&above, &dir, &directory.to_string(), bytes).map(Ok)
         };
-        let attempted = attempt().map_err(failed("make", directory))?;
-        attempted.map_err(|how| differs(made, &how))
+        attempt().map_err(failed("make", directory))?
     }
 
     /// Makes a copy, or finds the one that an equal request made; returns its size if that is
@@ -294,6 +315,9 @@ impl NfsStore {
                 None => Err(differs(made, "the directory is not a copy of that source")),
             };
         }
+        // Before the work of a copy, and again once nobody else can make one.
+        let not_nested = || self.refuse_nested(&root, made);
+        not_nested().map_err(cannot("look around"))??;
         let from = match source {
             ContentSource::Volume(handle) => DirectoryOrigin::Tree(self.volume_tree(handle)?),
             ContentSource::Snapshot(handle) => self.snapshot_content(handle)?,
@@ -330,6 +354,7 @@ impl NfsStore {
         }
         let locked = self.lock_for_new(export, sub_dir, &record.handle);
         let _directory = locked.map_err(cannot("make"))?;
+        not_nested().map_err(cannot("look around"))??;
         if snapshots::has(&root, sub_dir).map_err(cannot("look for"))? {
             return Err(differs(made, OF_SNAPSHOT));
         }

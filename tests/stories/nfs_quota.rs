@@ -191,6 +191,21 @@ fn made_handle(name: &str) -> String {
     format!("127.0.0.1#share#{name}##")
 }
 
+/// Makes a call as before volumes in one another's directories were refused: the controller
+/// knows none.
+async fn without_records<T>(share: &Path, call: impl AsyncFnOnce() -> T) -> T {
+    let records = share.join(".uring-csi/volumes");
+    let away = share.join(".uring-csi/away");
+    fs::rename(&records, &away).expect("moved");
+    let done = call().await;
+    for name in names(&records) {
+        fs::rename(records.join(&name), away.join(name)).expect("moved");
+    }
+    fs::remove_dir(&records).expect("removed");
+    fs::rename(&away, &records).expect("moved back");
+    done
+}
+
 /// Nothing is moved into a directory of another project, so what is moved joins it.
 #[test]
 fn directories_in_one_with_a_quota_count_there() {
@@ -209,14 +224,18 @@ fn directories_in_one_with_a_quota_count_there() {
                     &[("subDir", &sub_dir), ("onDelete", policy)],
                 )
             };
-            let (inner, bytes) = create(&controller, in_team("db", "delete")).await;
+            let nested = controller.create(in_team("db", "delete")).await;
+            refused(nested, Code::FailedPrecondition, &["subDir", "\"team\""]);
+            let make = async || create(&controller, in_team("db", "delete")).await;
+            let (inner, bytes) = without_records(dir, make).await;
             assert_eq!((bytes, size(&dir.join("team/db"))), (0, 16 * MIB));
             fs::create_dir_all(dir.join("team/db/a/b/c")).expect("made");
             let copy = CreateVolumeRequest {
                 volume_content_source: Some(from_volume(&source)),
                 ..in_team("copy", "archive")
             };
-            let (copy, bytes) = create(&controller, copy).await;
+            let make = async || create(&controller, copy).await;
+            let (copy, bytes) = without_records(dir, make).await;
             assert_eq!((bytes, size(&dir.join("team/copy"))), (0, 16 * MIB));
             assert_quotas(dir, 2).await;
 
@@ -229,7 +248,8 @@ fn directories_in_one_with_a_quota_count_there() {
             // ext4 lets the controller exceed it.
             if fs_type == "xfs" {
                 fill(&dir.join("team/file"), 20).expect_err("too much");
-                let late = controller.create(in_team("late", "delete")).await;
+                let make = async || controller.create(in_team("late", "delete")).await;
+                let late = without_records(dir, make).await;
                 refused(late, Code::ResourceExhausted, &["team/late"]);
                 assert_eq!(names(&dir.join(".uring-csi/volumes")).len(), 1);
                 fs::remove_file(dir.join("team/file")).expect("removed");

@@ -92,6 +92,11 @@ pub struct NewDirectory {
 }
 
 impl NewDirectory {
+    /// What names its directory in the request.
+    pub fn field(&self) -> &'static str {
+        field(&self.handle.uuid)
+    }
+
     /// The volume of that name.
     pub fn parse(name: &str, parameters: &HashMap<String, String>) -> Result<Self, ProvisionError> {
         let class = by_key(parameters)?;
@@ -109,7 +114,7 @@ impl NewDirectory {
         let directory = directory.map_err(|error| bad(error.key, &sub_dir, error.to_string()))?;
         if is_reserved(directory.sub_dir()) {
             return Err(ProvisionError::BadParameter {
-                name: if uuid.is_empty() { "name" } else { "subDir" },
+                name: field(uuid),
                 value: sub_dir,
                 why: "begins with a name that the driver keeps for itself in a share".to_owned(),
             });
@@ -183,6 +188,11 @@ pub fn snapshot_share(
     }
     let share = Directory::new(server, share, "");
     share.map_err(|error| bad(error.key, "", error.to_string()))
+}
+
+/// What names a directory: with a `subDir`, the handle has the name beside it.
+fn field(uuid: &str) -> &'static str {
+    if uuid.is_empty() { "name" } else { "subDir" }
 }
 
 fn bad(key: &str, value: &str, why: String) -> ProvisionError {

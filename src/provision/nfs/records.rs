@@ -193,6 +193,28 @@ impl RecordedVolumes {
         Ok(inner)
     }
 
+    /// The directory of another volume that a new one in that directory would be in, or that
+    /// would be in it.
+    pub fn nested(
+        &self,
+        share: &OwnedFd,
+        volumes: &VolumeRecords,
+        sub_dir: &str,
+    ) -> io::Result<Option<String>> {
+        let mut above = split(sub_dir).0;
+        while !above.is_empty() {
+            if volumes.has(above) {
+                return Ok(Some(above.to_owned()));
+            }
+            above = split(above).0;
+        }
+        // Mostly it is not there: no record has to be read.
+        if !below::has(share, sub_dir)? {
+            return Ok(None);
+        }
+        Ok(self.below(share, volumes, sub_dir)?.pop())
+    }
+
     /// The volumes of a share whose directories are there, with their records, but for records
     /// that cannot be parsed.
     pub fn list(&self, share: &OwnedFd) -> io::Result<Vec<(String, DirectoryHandle)>> {

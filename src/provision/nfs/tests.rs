@@ -93,6 +93,20 @@ impl Share {
         made.expect("a volume")
     }
 
+    /// A volume that an earlier release made, also in the directory of another.
+    fn earlier(&self, name: &str, sub_dir: &str, on_delete: &str) -> String {
+        let handle = format!("srv#share#{sub_dir}#{name}#{on_delete}");
+        let record = DirectoryRecord {
+            handle: handle.clone(),
+            source: None,
+            size: 0,
+        };
+        let path = records::of_volume(&handle.parse().expect("a handle"));
+        records::write(&opened(self.dir.path()), &path, &record).expect("written");
+        fs::create_dir_all(self.at(sub_dir)).expect("made");
+        handle
+    }
+
     fn delete(&self, handle: &str) {
         let deleted = self.store.delete_volume(handle, &Secrets::default());
         deleted.expect("deleted");
@@ -210,11 +224,8 @@ fn a_volume_gets_no_directory_of_a_snapshot() {
 #[test]
 fn a_deletion_leaves_the_directories_of_volumes_above_and_below() {
     let share = Share::new();
-    for on_delete in ["delete", "archive"] {
-        let volume = |name, sub_dir| {
-            let class = [("subDir", sub_dir), ("onDelete", on_delete)];
-            share.make(name, &class, None).expect("made")
-        };
+    for on_delete in ["", "archive"] {
+        let volume = |name, sub_dir| share.earlier(name, sub_dir, on_delete);
         let [above, below] = [("pv-1", "team"), ("pv-2", "team/db")].map(|(n, d)| volume(n, d));
         let file = share.at("team/db/file");
         fs::write(&file, on_delete).expect("written");
@@ -236,10 +247,49 @@ fn a_deletion_leaves_the_directories_of_volumes_above_and_below() {
     }
     // One that another program has removed.
     let above = share.volume("pv-1", "team");
-    share.volume("pv-2", "team/db");
+    share.earlier("pv-2", "team/db", "");
     fs::remove_dir(share.at("team/db")).expect("removed");
     share.delete(&above);
     assert!(!share.at("team").exists());
+}
+
+#[test]
+fn no_volume_is_made_above_or_below_another() {
+    let share = Share::new();
+    let source = share.volume("source", "source");
+    let copy = || Some(ContentSource::Volume(source.clone()));
+    let refused = |name: &str, class: &[(&str, &str)], field: &str, other: &str| {
+        for from in [None, copy()] {
+            let error = share.make(name, class, from).expect_err("nested");
+            assert_eq!(error.kind(), Kind::Precondition);
+            let error = error.to_string();
+            assert!(error.starts_with(field) && error.contains(other), "{error}");
+        }
+    };
+    let inner = share.volume("pv-1", "team/a/db");
+    for sub_dir in ["team/a/db/x", "team/a/db/x/y"] {
+        refused("pv-2", &[("subDir", sub_dir)], "subDir: ", "\"team/a/db\"");
+        assert!(!share.at("team/a/db/x").exists());
+    }
+    for sub_dir in ["team/a", "team"] {
+        // A copy is refused because of the directory itself.
+        let error = share.make("pv-2", &[("subDir", sub_dir)], None);
+        let error = error.expect_err("nested").to_string();
+        assert!(error.contains("\"team/a/db\""), "{error}");
+    }
+    let error = share.make("team", &[], None).expect_err("nested");
+    assert!(error.to_string().starts_with("name: "), "{error}");
+    // The same directory, and those beside it.
+    assert_eq!(share.volume("pv-1", "team/a/db"), inner);
+    share.volume("pv-2", "team/a/db");
+    for beside in ["team/a/db-2", "team/b"] {
+        share.volume("pv-3", beside);
+    }
+    // Those of an earlier release.
+    let nested = share.earlier("pv-4", "team", "");
+    assert_eq!(share.volume("pv-4", "team"), nested);
+    assert_eq!(share.volume("pv-1", "team/a/db"), inner);
+    refused("pv-5", &[("subDir", "team/c")], "subDir: ", "\"team\"");
 }
 
 #[test]
@@ -314,7 +364,7 @@ fn an_archive_that_is_there_already_is_reported_to_the_operator() {
 fn an_outer_volumes_own_files_are_deleted_and_inner_volumes_stay() {
     let share = Share::new();
     let outer = share.volume("pv-1", "team");
-    let inner = share.volume("pv-2", "team/a/db");
+    let inner = share.earlier("pv-2", "team/a/db", "");
     for path in [
         "team/file",
         "team/a/file",
@@ -344,7 +394,7 @@ fn an_outer_volumes_own_files_are_deleted_and_inner_volumes_stay() {
 
     // A symlink of a pod on the way to the inner volume.
     let outer = share.volume("pv-1", "team");
-    share.volume("pv-2", "team/a/db");
+    share.earlier("pv-2", "team/a/db", "");
     fs::rename(share.at("team/a"), share.at("moved")).expect("renamed");
     std::os::unix::fs::symlink("../moved", share.at("team/a")).expect("linked");
     fs::write(share.at("team/file"), "own").expect("written");
@@ -357,7 +407,7 @@ fn an_outer_volumes_own_files_are_deleted_and_inner_volumes_stay() {
 fn a_bad_record_keeps_its_own_directory_and_no_other() {
     let share = Share::new();
     let [outer, bad, other] = [("pv-1", "team"), ("pv-2", "team/a/db"), ("pv-3", "other")]
-        .map(|(name, sub_dir)| share.volume(name, sub_dir));
+        .map(|(name, sub_dir)| share.earlier(name, sub_dir, ""));
     for path in ["team/file", "team/a/db/kept", "other/file"] {
         fs::write(share.at(path), path).expect("written");
     }
