@@ -32,6 +32,7 @@ mod class;
 mod export;
 mod handle;
 mod making;
+mod memory;
 mod owners;
 mod quota;
 mod records;

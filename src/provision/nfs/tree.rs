@@ -9,7 +9,7 @@
 //! longer than programs can use fails.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{HashMap, hash_map::Entry},
     ffi::{CStr, OsStr},
     fs::File,
     io,
@@ -31,6 +31,7 @@ use rustix::{
 
 use super::{
     below::{self, next_name, open_dir},
+    memory::{KeptMemory, MOST_MEMORY},
     removal,
 };
 use crate::{
@@ -74,10 +75,11 @@ enum SameFile {
 }
 
 impl LinkedFile {
-    fn read(at: BorrowedFd<'_>, name: &CStr) -> rustix::io::Result<Self> {
+    /// With the number of its names.
+    fn read(at: BorrowedFd<'_>, name: &CStr) -> rustix::io::Result<(Self, u32)> {
         let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::EMPTY_PATH;
         let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
-        statx(at, name, flags, wanted).map(|it| Self::new(&it))
+        statx(at, name, flags, wanted).map(|it| (Self::new(&it), it.stx_nlink))
     }
 
     fn new(it: &Statx) -> Self {
@@ -95,10 +97,70 @@ impl LinkedFile {
     }
 }
 
+/// The files of a tree that have several names, until all of these were seen.
+struct TreeLinks {
+    first: HashMap<LinkedFile, FirstLink>,
+    memory: KeptMemory,
+}
+
+/// The first name of a file that was seen.
+struct FirstLink {
+    path: PathBuf,
+    /// How many of its names were.
+    seen: u32,
+}
+
+impl TreeLinks {
+    fn new(memory: KeptMemory) -> Self {
+        Self {
+            first: HashMap::new(),
+            memory,
+        }
+    }
+
+    fn first(&self, file: &LinkedFile) -> Option<&Path> {
+        self.first.get(file).map(|first| &*first.path)
+    }
+
+    /// Counts one more name of a file that has so many now; whether it is the first.
+    fn see(&mut self, file: LinkedFile, names: u32, path: &Path) -> io::Result<bool> {
+        match self.first.entry(file) {
+            Entry::Vacant(new) => {
+                self.memory.take(path)?;
+                let path = path.to_owned();
+                new.insert(FirstLink { path, seen: 1 });
+                Ok(true)
+            }
+            Entry::Occupied(mut known) => {
+                known.get_mut().seen += 1;
+                if known.get().seen >= names {
+                    self.memory.give_back(&known.remove().path);
+                }
+                Ok(false)
+            }
+        }
+    }
+
+    /// Forgets the files whose first names are below that path.
+    fn forget(&mut self, path: &Path) {
+        self.first.retain(|_, first| {
+            let is_kept = !first.path.starts_with(path);
+            if !is_kept {
+                self.memory.give_back(&first.path);
+            }
+            is_kept
+        });
+    }
+}
+
 /// Adds up a directory.
 pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
+    measure_within(from, KeptMemory::new(MOST_MEMORY))
+}
+
+fn measure_within(from: &OwnedFd, memory: KeptMemory) -> io::Result<TreeSize> {
     let mut size = TreeSize::default();
-    let mut linked = HashSet::new();
+    let mut links = TreeLinks::new(memory);
     // With the lengths of their paths.
     let mut levels = vec![(Dir::new(open_dir(from.as_fd(), c".")?)?, 0)];
     while let Some((level, length)) = levels.last_mut() {
@@ -115,10 +177,10 @@ pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
         };
         let kind = FileType::from_raw_mode(stat.st_mode);
         if kind != FileType::Directory && stat.st_nlink > 1 {
-            let Some(id) = unless_gone(LinkedFile::read(at, &name))? else {
+            let Some((file, names)) = unless_gone(LinkedFile::read(at, &name))? else {
                 continue;
             };
-            if !linked.insert(id) {
+            if !links.see(file, names, Path::new(""))? {
                 continue;
             }
         }
@@ -137,11 +199,20 @@ pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
 /// Copies what is in `from` into the empty directory `to`, and its attributes. The copy is
 /// durable.
 pub fn copy(from: &OwnedFd, to: &OwnedFd, running: &RunningCopy) -> Result<(), TreeError> {
+    copy_within(from, to, running, KeptMemory::new(MOST_MEMORY))
+}
+
+fn copy_within(
+    from: &OwnedFd,
+    to: &OwnedFd,
+    running: &RunningCopy,
+    memory: KeptMemory,
+) -> Result<(), TreeError> {
     let top = |source| TreeError {
         path: PathBuf::new(),
         source,
     };
-    let mut copy = TreeCopy::new(to, running);
+    let mut copy = TreeCopy::new(to, running, memory);
     let first = TreeLevel::enter(from.as_fd(), to.as_fd()).map_err(top)?;
     let mut levels = vec![first];
     while let Some(level) = levels.last_mut() {
@@ -180,7 +251,7 @@ struct TreeCopy<'c> {
     root: &'c OwnedFd,
     running: &'c RunningCopy,
     /// The copies of files that have several names, by their originals.
-    links: HashMap<LinkedFile, PathBuf>,
+    links: TreeLinks,
     /// Until a file could not be copied by reference.
     has_references: bool,
     /// For extended attributes.
@@ -206,11 +277,11 @@ impl TreeLevel {
 }
 
 impl<'c> TreeCopy<'c> {
-    fn new(root: &'c OwnedFd, running: &'c RunningCopy) -> Self {
+    fn new(root: &'c OwnedFd, running: &'c RunningCopy, memory: KeptMemory) -> Self {
         Self {
             root,
             running,
-            links: HashMap::new(),
+            links: TreeLinks::new(memory),
             has_references: true,
             buffer: vec![0; MOST_XATTR],
         }
@@ -241,7 +312,7 @@ impl<'c> TreeCopy<'c> {
 
     /// Removes what was made of an entry.
     fn forget(&mut self, level: &TreeLevel, path: &Path) -> io::Result<()> {
-        self.links.retain(|_, first| !first.starts_with(path));
+        self.links.forget(path);
         let name = path.file_name().expect("an entry has a name");
         match unlinkat(&level.to, name, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
@@ -262,48 +333,62 @@ impl<'c> TreeCopy<'c> {
             return Ok(None);
         };
         let stat = fstat(&opened)?;
-        let kind = FileType::from_raw_mode(stat.st_mode);
-        if kind == FileType::Directory {
+        if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
             mkdirat(to, name, Mode::RWXU)?;
             let made = open_dir(to, name)?;
             return TreeLevel::enter(opened.as_fd(), made.as_fd()).map(Some);
         }
-        let id = match stat.st_nlink {
+        let linked = match stat.st_nlink {
             0 | 1 => None,
             _ => Some(LinkedFile::read(opened.as_fd(), c"")?),
         };
-        if let Some(first) = id.as_ref().and_then(|id| self.links.get(id)) {
+        if let Some((file, _)) = &linked
+            && let Some(first) = self.links.first(file)
+        {
             let parent = first.parent().unwrap_or(Path::new(""));
             let parent = below::walk(self.root, parent)?;
             let last = first.file_name().expect("an entry has a name");
             link(&parent, last, to, name)?;
+        } else if !self.make(&opened, &stat, to, name)? {
             return Ok(None);
         }
-        match kind {
+        if let Some((file, names)) = linked {
+            let _ = self.links.see(file, names, path)?;
+        }
+        Ok(None)
+    }
+
+    /// Makes the copy of what is no directory; false if it is gone.
+    fn make(
+        &mut self,
+        from: &OwnedFd,
+        stat: &Stat,
+        to: BorrowedFd<'_>,
+        name: &CStr,
+    ) -> io::Result<bool> {
+        match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile => {
-                let file = match reopen(&opened) {
-                    Err(Errno::NOENT) => return Ok(None),
+                let file = match reopen(from) {
+                    Err(Errno::NOENT) => return Ok(false),
                     file => file?,
                 };
                 self.file(&File::from(file), to, name)?;
             }
             FileType::Symlink => {
-                let target = readlinkat(&opened, c"", Vec::new())?;
+                let target = readlinkat(from, c"", Vec::new())?;
                 symlinkat(&*target, to, name)?;
-                owner_and_times(to, name, &stat)?;
+                owner_and_times(to, name, stat)?;
             }
             kind => {
                 mknodat(to, name, kind, Mode::RUSR, stat.st_rdev)?;
-                owner_and_times(to, name, &stat)?;
+                owner_and_times(to, name, stat)?;
+                let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
                 let made = openat(to, name, flags, Mode::empty())?;
                 // There is no fchmod of such a descriptor before Linux 6.6.
                 chmod(of_descriptor(&made), Mode::from_raw_mode(stat.st_mode))?;
             }
         }
-        if let Some(id) = id {
-            self.links.insert(id, path.to_owned());
-        }
-        Ok(None)
+        Ok(true)
     }
 
     fn file(&mut self, from: &File, to: BorrowedFd<'_>, name: &CStr) -> io::Result<()> {
@@ -601,6 +686,42 @@ mod tests {
     }
 
     #[test]
+    fn hard_links_are_kept_in_memory_until_the_last_and_within_a_bound() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let at = |path: String| dir.path().join(path);
+        let [from, outside] = ["from", "outside"].map(|name| at(name.to_owned()));
+        fs::create_dir(&outside).expect("made");
+        for number in 0..20 {
+            fs::create_dir_all(from.join(number.to_string())).expect("made");
+            fs::write(at(format!("from/{number}/a")), "text").expect("written");
+            let link = at(format!("from/{number}/b"));
+            fs::hard_link(at(format!("from/{number}/a")), link).expect("linked");
+        }
+        let two = KeptMemory::new(400);
+        let copied = |name: &str| {
+            let to = at(name.to_owned());
+            fs::create_dir(&to).expect("made");
+            let copied = copy_within(&opened(&from), &opened(&to), &running(0), two);
+            copied.map_err(|error| error.source.kind())
+        };
+        let measured = measure_within(&opened(&from), two).expect("one at a time");
+        assert_eq!(measured.bytes, 80);
+        copied("to").expect("one at a time");
+        for number in 0..20 {
+            let made = fs::metadata(at(format!("to/{number}/a"))).expect("there");
+            assert_eq!(made.nlink(), 2);
+        }
+        // Names that no copy comes to.
+        for number in 0..20 {
+            let link = at(format!("from/{number}/b"));
+            fs::rename(link, outside.join(number.to_string())).expect("moved");
+        }
+        let measured = measure_within(&opened(&from), two).expect_err("too many");
+        assert_eq!(measured.kind(), io::ErrorKind::InvalidData);
+        assert_eq!(copied("refused"), Err(io::ErrorKind::InvalidData));
+    }
+
+    #[test]
     fn a_path_longer_than_a_path_may_be_is_refused() {
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
         let (from, to) = (dir.path().join("from"), dir.path().join("to"));
@@ -631,7 +752,7 @@ mod tests {
         fs::write(from.join("a"), "old").expect("written");
         fs::hard_link(from.join("a"), from.join("link")).expect("linked");
         let (source, root, running) = (opened(&from), opened(&to), running(0));
-        let mut copy = TreeCopy::new(&root, &running);
+        let mut copy = TreeCopy::new(&root, &running, KeptMemory::new(MOST_MEMORY));
         let level = TreeLevel::enter(source.as_fd(), root.as_fd()).expect("opened");
         let mut entry = |name: &CStr| {
             let path = Path::new(OsStr::from_bytes(name.to_bytes()));
@@ -672,7 +793,7 @@ mod tests {
         fs::write(from.join("d/file"), "text").expect("written");
         fs::hard_link(from.join("d/file"), from.join("link")).expect("linked");
         let (source, root, running) = (opened(&from), opened(&to), running(0));
-        let mut copy = TreeCopy::new(&root, &running);
+        let mut copy = TreeCopy::new(&root, &running, KeptMemory::new(MOST_MEMORY));
         let level = TreeLevel::enter(source.as_fd(), root.as_fd()).expect("opened");
         let below = copy.entry(&level, c"d", Path::new("d")).expect("copied");
         let below = below.expect("a directory");

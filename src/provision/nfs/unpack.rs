@@ -27,6 +27,7 @@ use tar::{Archive, Entry, EntryType, Header};
 
 use super::{
     below::{self, open_dir},
+    memory::{KeptMemory, MOST_MEMORY},
     tree::{TreeError, of_descriptor, refuse_longer_path},
 };
 use crate::{crash_point, provision::images::RunningCopy};
@@ -38,6 +39,8 @@ pub struct UnpackBounds {
     written: u64,
     /// The sizes of all files, with their holes: a header may claim any.
     sizes: u64,
+    /// What is kept in memory until all is unpacked.
+    memory: KeptMemory,
 }
 
 impl UnpackBounds {
@@ -47,6 +50,7 @@ impl UnpackBounds {
         Self {
             written: most(volume),
             sizes: most(share),
+            memory: KeptMemory::new(MOST_MEMORY),
         }
     }
 }
@@ -214,6 +218,9 @@ impl UnpackedTree<'_> {
         let attributes = Attributes::parse(entry.header())?;
         if kind.is_dir() {
             let _ = self.directory(&path)?;
+            if !self.directories.contains_key(&path) {
+                self.left.memory.take(&path)?;
+            }
             self.directories.insert(path, attributes);
             return Ok(());
         }
@@ -665,6 +672,30 @@ mod tests {
         unpacking.unpack(&archive, false, 0).expect("unpacked");
         let read = |path| fs::read_to_string(unpacking.at(path)).expect("there");
         assert_eq!((&*read("to/link"), &*read("outside/file")), ("new", "kept"));
+    }
+
+    #[test]
+    fn the_directories_of_an_archive_are_kept_in_memory_within_a_bound() {
+        let archive = packed(|it| {
+            for _ in 0..100 {
+                entry(it, EntryType::Directory, "again", "", b"");
+            }
+            entry(it, EntryType::Directory, "again/other", "", b"");
+        });
+        let unpacked = |bytes| {
+            let unpacking = Unpacking::new();
+            fs::write(unpacking.at("archive"), &archive).expect("written");
+            let opened_archive = File::open(unpacking.at("archive")).expect("opened");
+            let bounds = UnpackBounds {
+                memory: KeptMemory::new(bytes),
+                ..UnpackBounds::new(0, SHARE)
+            };
+            let to = opened(&unpacking.at("to"));
+            let done = unpack(opened_archive, false, &to, bounds, &running(0));
+            done.map_err(|error| error.source.kind())
+        };
+        assert_eq!(unpacked(400), Ok(()));
+        assert_eq!(unpacked(300), Err(io::ErrorKind::InvalidData));
     }
 
     #[test]
