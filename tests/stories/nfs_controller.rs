@@ -317,6 +317,11 @@ fn what_cannot_be_a_directory_is_refused() {
                 "subDir",
             ),
             (
+                claim("pvc-2", &[("subDir", "archived-team/data")]),
+                Code::InvalidArgument,
+                "subDir",
+            ),
+            (
                 claim("pvc-2", &[("subDir", "/")]),
                 Code::InvalidArgument,
                 "subDir",

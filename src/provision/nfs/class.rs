@@ -5,7 +5,7 @@ use std::{
     str::FromStr,
 };
 
-use super::handle::{DirectoryHandle, is_reserved};
+use super::handle::{DirectoryHandle, is_refused};
 use crate::{
     nfs::{Directory, parse_mode},
     provision::ProvisionError,
@@ -112,7 +112,7 @@ impl NewDirectory {
         };
         let directory = Directory::new(get("server"), get("share"), &sub_dir);
         let directory = directory.map_err(|error| bad(error.key, &sub_dir, error.to_string()))?;
-        if is_reserved(directory.sub_dir()) {
+        if is_refused(directory.sub_dir()) {
             return Err(ProvisionError::BadParameter {
                 name: field(uuid),
                 value: sub_dir,
@@ -333,6 +333,7 @@ mod tests {
             ("subDir", "a#b"),
             ("subDir", ".uring-csi/volumes"),
             ("subDir", "/.making-x"),
+            ("subDir", "archived-team/data"),
             ("subDir", "${pvc.metadata.name}"),
             ("onDelete", "keep"),
             ("mountPermissions", "rwx"),
@@ -345,9 +346,12 @@ mod tests {
                 "{message}"
             );
         }
-        let named = NewDirectory::parse(".deleted-x", &parameters(&CLASS));
-        let message = named.expect_err("refused").to_string();
-        assert!(message.contains("name ="), "{message}");
+        for name in [".deleted-x", "archived-pvc-1"] {
+            let named = NewDirectory::parse(name, &parameters(&CLASS));
+            let message = named.expect_err("refused").to_string();
+            assert!(message.contains("name ="), "{message}");
+        }
+        parse(&[("subDir", "team/archived-data")]).expect("no archive has it");
         let lonely = NewDirectory::parse("pvc-1", &parameters(&[("server", "srv")]));
         assert!(lonely.expect_err("refused").to_string().contains("share"));
     }

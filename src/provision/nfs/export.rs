@@ -22,6 +22,7 @@ use rustix::{
 
 use super::{
     below::{self, absent_is_none, split, walk},
+    handle::ARCHIVED,
     quota, removal,
 };
 use crate::{Done, crash_point, finding::Finding, nfs::Directory, size::human_bytes};
@@ -268,7 +269,7 @@ impl NfsExport {
 
 /// Where a directory is archived.
 pub fn archived(sub_dir: &str) -> String {
-    format!("archived-{sub_dir}")
+    format!("{ARCHIVED}{sub_dir}")
 }
 
 #[cfg(test)]

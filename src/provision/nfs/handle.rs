@@ -22,6 +22,9 @@ pub const RECORDS: &str = ".uring-csi";
 pub const MAKING: &str = ".making-";
 /// What the name of a directory begins with that is being removed.
 pub const DELETED: &str = ".deleted-";
+/// What the path of a directory begins with that is archived. Handles may have it, as
+/// csi-driver-nfs makes such volumes, too.
+pub const ARCHIVED: &str = "archived-";
 
 /// The longest handle of a new volume: its directory, `#` four times, its name of at most 128
 /// bytes, as CSI has it, and what a delete does.
@@ -68,6 +71,12 @@ impl DirectoryHandle {
 pub fn is_reserved(sub_dir: &str) -> bool {
     let (first, _) = below::split_first(sub_dir);
     first == RECORDS || first.starts_with(MAKING) || first.starts_with(DELETED)
+}
+
+/// Whether no new volume may have the path: it is reserved, or may be that of an archive, which
+/// the volume would take over, keep from being made, or delete.
+pub fn is_refused(sub_dir: &str) -> bool {
+    is_reserved(sub_dir) || sub_dir.starts_with(ARCHIVED)
 }
 
 /// Whether the text has the form of a handle since release 3.1.
