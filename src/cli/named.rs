@@ -41,7 +41,21 @@ impl Context {
                     secrets: self.secrets.to_wire(),
                     ..Default::default()
                 };
-                let made = self.create(request).await?;
+                let made = match self.create(request.clone()).await {
+                    // It may be there, smaller, and listed without its name.
+                    Err(CliError::Refused { status, .. })
+                        if status.code() == Code::AlreadyExists
+                            && is_listed_without_name(&file) =>
+                    {
+                        let capacity_range = None;
+                        let of_any_size = CreateVolumeRequest {
+                            capacity_range,
+                            ..request
+                        };
+                        self.create(of_any_size).await?
+                    }
+                    made => made?,
+                };
                 if let Some(found) = found.filter(|it| it.volume_id != made.volume_id) {
                     return Err(CliError::BadArguments(format!(
                         "volume {name} exists as {}, elsewhere than the file's parameters say, by which \
@@ -80,6 +94,13 @@ impl Context {
             found => found.map(Some),
         }
     }
+}
+
+/// Whether the controller lists such a volume without its name, as a directory of an NFS server.
+pub fn is_listed_without_name(file: &NamedFile) -> bool {
+    let parameters = file.volume.parameters.iter().flatten();
+    let mut keys = parameters.map(|(key, _)| key.to_ascii_lowercase());
+    keys.any(|key| key == "share")
 }
 
 /// Parameters that say where a volume is, with which its context repeats them.

@@ -16,6 +16,7 @@ use super::{
     attach::failed,
     context::Context,
     error::CliError,
+    named::is_listed_without_name,
 };
 use crate::{
     manager::{
@@ -140,16 +141,22 @@ struct PlanRow {
 }
 
 impl PlanRow {
-    /// Of a volume that there is not yet.
+    /// Of a volume that there is not yet, as far as the controller's list tells.
     fn to_create(name: &str, file: &NamedFile) -> Self {
         let volume = &file.volume.name;
+        let (action, reason) = if is_listed_without_name(file) {
+            let why = "the controller lists directories of NFS servers without their names";
+            ("find or create", why)
+        } else {
+            ("create", "the controller has no volume of this name")
+        };
         Self {
             name: name.to_owned(),
             volume_id: String::new(),
             path: file.desired.path.display().to_string(),
             state: "changing".to_owned(),
-            actions: vec![format!("create volume {volume}")],
-            reason: "the controller has no volume of this name".to_owned(),
+            actions: vec![format!("{action} volume {volume}")],
+            reason: reason.to_owned(),
         }
     }
 }

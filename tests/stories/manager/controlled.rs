@@ -195,6 +195,41 @@ fn a_file_names_a_volume_of_the_controller() {
     });
 }
 
+/// The controller lists it without its name.
+#[test]
+fn a_directory_of_a_server_is_found_by_its_name_and_grown() {
+    story(async |sandbox| {
+        let share = sandbox.dir().join("export");
+        fs::create_dir(&share).unwrap();
+        let controller = nfs_controller::over(sandbox, &share).await;
+        let machine = Machine::start(sandbox).await;
+        let operator = Operator::new(&machine.node, &controller);
+        let file = sandbox.dir().join("data.toml");
+        // Not that of the agent, which would try to mount it.
+        let at = sandbox.dir().join("files");
+        for size in ["64Mi", "128Mi", "96Mi"] {
+            let text = format!(
+                "size = '{size}'\n[volume]\nname = 'data-1'\n\
+                 parameters = {{ server = '127.0.0.1', share = '{SHARE}' }}\n\
+                 [mount]\npath = '{}'\n",
+                machine.path("data").display()
+            );
+            fs::write(&file, text).unwrap();
+            let file = file.to_str().unwrap();
+            let (_, planned, _) = operator.run(&["plan", file]);
+            assert!(
+                planned.contains("find or create volume data-1"),
+                "{planned}"
+            );
+            operator.json(&["apply", file, "--directory", at.to_str().unwrap()]);
+        }
+        assert!(share.join("data-1").exists());
+        let written = fs::read_to_string(at.join("data.toml")).unwrap();
+        assert!(written.contains("127.0.0.1#share#data-1##"), "{written}");
+        machine.node.assert_clean().await;
+    });
+}
+
 #[test]
 fn a_volume_that_a_file_asks_for_is_not_deleted() {
     story(async |sandbox| {
