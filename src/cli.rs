@@ -305,6 +305,31 @@ mod tests {
     }
 
     #[test]
+    fn all_files_are_removed_or_none() {
+        let directory = tempfile::tempdir().unwrap();
+        let [one, two] = ["one.toml", "two.toml"].map(|name| directory.path().join(name));
+        std::fs::write(&one, "").unwrap();
+        let at = directory.path().to_str().unwrap();
+        let remove = |names: &[&str]| {
+            let args = [&["uringctl", "remove", "--directory", at], names].concat();
+            let command = Cli::try_parse_from(args).unwrap();
+            let done = runtime().unwrap().block_on(command.answer());
+            done.map_err(|error| error_chain(&error))
+        };
+        for (names, why) in [
+            (["one", "two"], "two.toml"),
+            (["one", "../two"], "is not a file's name"),
+        ] {
+            let error = remove(&names).unwrap_err();
+            assert!(error.contains(why), "{error}");
+            assert!(one.exists());
+        }
+        std::fs::write(&two, "").unwrap();
+        remove(&["one", "two", "one"]).unwrap();
+        assert!(!one.exists() && !two.exists());
+    }
+
+    #[test]
     fn every_command_has_an_example() {
         fn check(command: &clap::Command) {
             let subcommands: Vec<_> = command.get_subcommands().collect();

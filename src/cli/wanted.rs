@@ -1,7 +1,7 @@
 //! `wanted`, `plan`, `wait`, `apply`, `remove`: the volumes that files ask for.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     fs,
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -461,21 +461,30 @@ impl Remove {
     /// Runs the command.
     pub async fn run(self, context: &Context) -> Result<FilesAnswer, CliError> {
         let (directory, _) = self.at.open(context).await?;
-        for name in &self.names {
+        let names: BTreeSet<_> = self.names.into_iter().collect();
+        let cannot = |name: &String| {
+            let path = directory.path().join(format!("{name}.toml"));
+            move |source| CliError::Io {
+                doing: "remove the volume's file",
+                path,
+                source,
+            }
+        };
+        // A wrong name among them removes nothing.
+        for name in &names {
             if name_of(Path::new(&format!("{name}.toml"))).as_ref() != Some(name) {
                 return Err(CliError::BadArguments(format!(
                     "{name:?} is not a file's name"
                 )));
             }
-            directory.remove(name).map_err(|source| CliError::Io {
-                doing: "remove the volume's file",
-                path: directory.path().join(format!("{name}.toml")),
-                source,
-            })?;
+            directory.require(name).map_err(cannot(name))?;
+        }
+        for name in &names {
+            directory.remove(name).map_err(cannot(name))?;
         }
         Ok(FilesAnswer {
             directory: directory.path().to_owned(),
-            names: self.names,
+            names: names.into_iter().collect(),
             done: "removed ",
         })
     }

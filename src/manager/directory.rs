@@ -93,11 +93,15 @@ impl VolumesDir {
         )
     }
 
+    /// Fails if there is no file of this name.
+    pub fn require(&self, name: &str) -> io::Result<()> {
+        fs::symlink_metadata(self.path_of(name)).map(drop)
+    }
+
     /// Removes the file of this name; fails if there is none.
     pub fn remove(&self, name: &str) -> io::Result<()> {
-        let path = self.path_of(name);
-        fs::symlink_metadata(&path)?;
-        file::remove(&path, FileDurability::Durable)
+        self.require(name)?;
+        file::remove(&self.path_of(name), FileDurability::Durable)
     }
 
     fn path_of(&self, name: &str) -> PathBuf {
