@@ -193,7 +193,8 @@ pub fn main() -> ExitCode {
             if json {
                 eprintln!("{}", error.to_json());
             } else {
-                eprintln!("uringctl: {}", error_chain(&error));
+                let text = error_chain(&error);
+                eprintln!("uringctl: {}", answer::printable(&text));
             }
             ExitCode::from(error.exit_code())
         }

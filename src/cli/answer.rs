@@ -1,6 +1,9 @@
 //! The output of a command: a table or a few lines of text, or JSON for scripts.
 
-use std::io::{self, Write};
+use std::{
+    borrow::Cow,
+    io::{self, Write},
+};
 
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
@@ -26,12 +29,30 @@ pub fn print(answer: &impl Answer, json: bool) -> io::Result<()> {
     let mut text = if json {
         serde_json::to_string_pretty(answer)?
     } else {
-        answer.text()
+        printable(&answer.text()).into_owned()
     };
     if !text.is_empty() {
         text.push('\n');
     }
     write(text.as_bytes())
+}
+
+/// The text without characters that control a terminal: names of files and processes in it may
+/// be a pod's. Lines and tabs stay.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let controls = |char: char| char.is_control() && !matches!(char, '\n' | '\t');
+    if !text.contains(controls) {
+        return text.into();
+    }
+    let mut shown = String::with_capacity(text.len());
+    for char in text.chars() {
+        if controls(char) {
+            shown.extend(char.escape_default());
+        } else {
+            shown.push(char);
+        }
+    }
+    shown.into()
 }
 
 /// Writes to stdout. A reader that has exited (`| head`) is no error.
@@ -117,6 +138,14 @@ mod tests {
         let text = table(["NAME", "DEVICE"], rows, "nothing");
         assert_eq!(text, "NAME       DEVICE\na          -\nlong-name  x");
         assert_eq!(table(["NAME"], [], "nothing here"), "nothing here");
+    }
+
+    #[test]
+    fn no_text_controls_the_terminal() {
+        let text = "process 7 (\x1b]0;title\x07\r\u{9b}2J)\n\tnext, ä";
+        let shown = r"process 7 (\u{1b}]0;title\u{7}\r\u{9b}2J)";
+        assert_eq!(printable(text), format!("{shown}\n\tnext, ä"));
+        assert!(matches!(printable("as it is\n"), Cow::Borrowed(_)));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::{pin::pin, time::Duration};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{context::Context, error::CliError};
+use super::{answer::printable, context::Context, error::CliError};
 use crate::proto::admin::HeldVolume;
 
 /// Most calls take less, and get no spinner.
@@ -61,7 +61,8 @@ impl Context {
         };
         let watch = async {
             loop {
-                bar.set_message(message(label, step().await));
+                let message = message(label, step().await);
+                bar.set_message(printable(&message).into_owned());
                 bar.tick();
                 tokio::time::sleep(ASK_EVERY).await;
             }

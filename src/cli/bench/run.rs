@@ -18,6 +18,7 @@ use super::{
 };
 use crate::{
     cli::{
+        answer::printable,
         args::{AccessArgs, NewVolumeArgs, duration},
         attach::absolute,
         context::Context,
@@ -200,7 +201,8 @@ impl Run {
             Some(Ok(measured)) => measured,
             Some(Err(error)) if left.is_empty() => return Err(error),
             Some(Err(error)) => {
-                eprintln!("uringctl: {}", error_chain(&error));
+                let error = error_chain(&error);
+                eprintln!("uringctl: {}", printable(&error));
                 return Err(CliError::Left(left));
             }
             None => return Err(CliError::Left(left)),
