@@ -90,7 +90,8 @@ struct BadRecord {
     source: serde_json::Error,
 }
 
-fn is_bad(error: &io::Error) -> bool {
+/// Whether a record cannot be parsed; another error may pass.
+pub fn is_bad(error: &io::Error) -> bool {
     let inner = error.get_ref();
     inner.is_some_and(<dyn std::error::Error + Send + Sync>::is::<BadRecord>)
 }

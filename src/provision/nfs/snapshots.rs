@@ -28,7 +28,7 @@ use super::{
 use crate::{
     Done,
     capability::MAX_ID,
-    crash_point, digest,
+    crash_point, digest, error_chain,
     nfs::Directory,
     provision::{
         ListEntry, ListRequest, NewSnapshot, ProvisionError, SnapshotInfo,
@@ -315,11 +315,18 @@ fn as_taken_before(
     }
 }
 
-/// The snapshots of a share.
+/// The snapshots of a share, but for records that cannot be parsed.
 fn in_share(root: &OwnedFd) -> io::Result<Vec<DirectorySnapshotRecord>> {
     let mut all = Vec::new();
     for record in records::list(root, "snapshots", 1)? {
-        let read: Option<DirectorySnapshotRecord> = records::read(root, &record)?;
+        let read: Option<DirectorySnapshotRecord> = match records::read(root, &record) {
+            Err(error) if records::is_bad(&error) => {
+                let error = error_chain(&error);
+                tracing::warn!(error, "a snapshot is not listed");
+                continue;
+            }
+            read => read?,
+        };
         let handle = read.and_then(|read| read.handle.parse::<DirectorySnapshotHandle>().ok());
         if let Some(handle) = handle {
             all.extend(complete(root, &record, &handle.name)?);

@@ -430,6 +430,25 @@ fn a_bad_record_keeps_its_own_directory_and_no_other() {
 }
 
 #[test]
+fn a_bad_record_hides_its_own_snapshot_and_no_other() {
+    let share = Share::new();
+    let volume = share.volume("v", "v");
+    let take = |name| share.snapshot(name, &volume).expect("a snapshot");
+    let [_, good] = ["bad", "good"].map(take);
+    let record = format!(".uring-csi/snapshots/{}", digest::sha256_hex("bad"));
+    assert!(share.at(&record).exists());
+    fs::write(share.at(&record), "{").expect("written");
+    let what = ListRequest {
+        max: 10,
+        ..ListRequest::default()
+    };
+    let none = Secrets::default();
+    let listed = share.store.list_snapshots(&what, None, None, &none);
+    let handles = listed.expect("listed").into_iter().map(|it| it.token);
+    assert_eq!(handles.collect::<Vec<_>>(), [good]);
+}
+
+#[test]
 fn recorded_volumes_are_listed() {
     let share = Share::new();
     let mut made = vec![
