@@ -242,6 +242,9 @@ pub enum ProvisionError {
         #[source]
         holder: Box<ProvisionError>,
     },
+    /// The source of a copy has another size than when it was opened.
+    #[error("image {} changed its size before it was copied; try again", .0.display())]
+    Resized(PathBuf),
     /// Another controller works on it.
     #[error("another controller works on {0:?}; try again")]
     Busy(String),
@@ -365,6 +368,7 @@ impl ProvisionError {
             | Self::WritersUnknown { .. }
             | Self::NoPointInTime { .. } => Kind::Precondition,
             Self::Busy(_)
+            | Self::Resized(_)
             | Self::GroupDeleting(_)
             | Self::BadToken(_)
             | Self::Claim(ClaimError::UsedByController { .. }) => Kind::InUse,

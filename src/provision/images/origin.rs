@@ -86,7 +86,7 @@ impl ImageStore {
     ) -> Result<(), ProvisionError> {
         let cannot = |e| failed("copy", &origin.path, e);
         if copy::reflink(&origin.file, draft.file()).map_err(cannot)? {
-            return Ok(());
+            return origin.refuse_resized(draft.file());
         }
         // Waits before the origin is claimed, and so withheld from nodes that would write.
         let running = self.copies.begin(target, origin.bytes)?;
@@ -141,6 +141,8 @@ fn copy_unwritten(
     let cannot = |e| failed("copy", path, e);
     // Opened anew: NFS looks for other clients' writes only at an open.
     let file = pool.open_image(image, false)?;
+    // It may have grown, and been written, while the copy waited: a part of it is no copy.
+    origin.refuse_resized(&file)?;
     let copy = |may_continue: &dyn Fn() -> io::Result<bool>| {
         copy_data(&file, draft, origin.bytes, running, may_continue).map_err(cannot)
     };
@@ -181,5 +183,16 @@ impl<'s> SourceFile<'s> {
             volume_image: None,
             is_exported: false,
         })
+    }
+
+    /// Refuses a file of the origin's data that has not the size which the request was
+    /// checked against.
+    fn refuse_resized(&self, file: &File) -> Result<(), ProvisionError> {
+        let found = file.metadata();
+        let found = found.map_err(|e| failed("look at", &self.path, e))?;
+        if found.len() == self.bytes {
+            return Ok(());
+        }
+        Err(ProvisionError::Resized(self.path.clone()))
     }
 }

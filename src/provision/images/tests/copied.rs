@@ -21,6 +21,18 @@ async fn source(home: &Home, images: &Stores) -> NewVolume {
     )
 }
 
+/// Another copy, for as long as the others have to wait.
+fn hold_permit(copies: &Copies) -> copies::RunningCopy {
+    let other = copies::CopyTarget {
+        kind: CopyKind::Volume,
+        name: "other".to_owned(),
+        handle: String::new(),
+        source: String::new(),
+        pool: "main".to_owned(),
+    };
+    copies.begin(other, 1).unwrap()
+}
+
 #[tokio::test]
 async fn a_copy_that_waits_is_in_no_list_of_what_is_complete() {
     let home = home();
@@ -28,16 +40,7 @@ async fn a_copy_that_waits_is_in_no_list_of_what_is_complete() {
     let images = over(home.dir.path(), &copies);
     let clone = source(&home, &images).await;
     let volume = clone.source.clone().unwrap().handle().to_owned();
-    let other = copies.begin(
-        copies::CopyTarget {
-            kind: CopyKind::Volume,
-            name: "other".to_owned(),
-            handle: String::new(),
-            source: String::new(),
-            pool: "main".to_owned(),
-        },
-        1,
-    );
+    let other = hold_permit(&copies);
     let (copying, snapshot) = (
         images.clone(),
         snapshot_of("snap".to_owned(), volume.clone()),
@@ -71,6 +74,42 @@ async fn a_copy_that_waits_is_in_no_list_of_what_is_complete() {
     assert_eq!(taken.await.unwrap().unwrap().handle, handle);
     assert_eq!(listed().await.unwrap().entries[0].handle, handle);
     assert_eq!((copies.list(), copies.copied()), (Vec::new(), 8 * MIB));
+}
+
+#[tokio::test]
+async fn a_source_that_grew_while_its_copy_waited_is_not_copied_in_part() {
+    let home = home();
+    let copies = Copies::new(1, 1);
+    let images = over(home.dir.path(), &copies);
+    let clone = source(&home, &images).await;
+    let volume = clone.source.clone().unwrap().handle().to_owned();
+    let before = home.files();
+    let snapshot = snapshot_of("snap".to_owned(), volume.clone());
+    let other = hold_permit(&copies);
+    let (for_snapshot, for_clone) = (images.clone(), images.clone());
+    let (snapshot_again, clone_again) = (snapshot.clone(), clone.clone());
+    let taken = tokio::spawn(async move { for_snapshot.create_snapshot(snapshot).await });
+    let made = tokio::spawn(async move { for_clone.create_volume(clone).await });
+    while copies.gate().load().waiting < 2 {
+        tokio::task::yield_now().await;
+    }
+    let range = Range {
+        required: 12 * MIB,
+        limit: 0,
+    };
+    images.expand_volume(volume, range, none()).await.unwrap();
+    drop(other);
+    assert_eq!(kind(taken.await.unwrap()), Kind::InUse);
+    assert_eq!(kind(made.await.unwrap()), Kind::InUse);
+    assert_eq!(home.files(), before);
+
+    let taken = images.create_snapshot(snapshot_again).await.unwrap();
+    assert_eq!(taken.bytes, 12 * MIB);
+    // It is smaller than its source now.
+    assert_eq!(
+        kind(images.create_volume(clone_again).await),
+        Kind::OutOfRange
+    );
 }
 
 #[tokio::test]
