@@ -46,6 +46,7 @@ pub mod claim;
 pub mod draft;
 mod file_stamp;
 pub mod format_marker;
+pub mod growth;
 pub mod handle;
 mod inspect;
 mod room;

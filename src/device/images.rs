@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use rustix::fs::{FallocateFlags, fallocate, fstat, ftruncate};
+use rustix::fs::{FallocateFlags, fallocate, fstat};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -26,7 +26,7 @@ use crate::{
     pool::{
         self, Pool, PoolError, Pools, Scope,
         claim::{self, Claim},
-        format_marker,
+        format_marker, growth,
     },
 };
 
@@ -245,11 +245,11 @@ impl BoundImage<'_> {
         // Only this node's own controller has a local pool.
         pool.refuse_growth_without_room(image, bytes - has)?;
         let more = if self.source.preallocate {
-            fallocate(&file, FallocateFlags::empty(), has, bytes - has)
+            fallocate(&file, FallocateFlags::empty(), has, bytes - has).map_err(Into::into)
         } else {
-            ftruncate(&file, bytes)
+            growth::grow(&file, bytes)
         };
-        more.map_err(|errno| failed(errno.into()))?;
+        more.map_err(failed)?;
         pool.mark_grown();
         drop(room);
         file.sync_all().map_err(failed)

@@ -2,7 +2,6 @@
 
 use std::{collections::HashMap, fs::File, os::unix::fs::MetadataExt as _, path::PathBuf};
 
-use rustix::fs::FallocateFlags;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -23,6 +22,7 @@ use crate::{
     pool::{
         Pool, Scope, claim,
         draft::{Draft, Durability::Durable},
+        growth,
         handle::VolumeHandle,
     },
     size::exact,
@@ -248,7 +248,7 @@ impl ImageStore {
             .map_err(ProvisionError::from)
             .and_then(|file| {
                 let preallocate = entry.detail.parameters.preallocate;
-                set_size(&file, bytes, preallocate)
+                grow(&file, bytes, preallocate)
                     .and_then(|()| {
                         pool.mark_grown();
                         drop(room);
@@ -377,19 +377,23 @@ impl ImageStore {
     }
 }
 
-/// Gives an image its size, and all of its blocks if it is `preallocate`d. An
-/// image never becomes smaller.
-fn set_size(file: &File, bytes: u64, preallocate: bool) -> std::io::Result<()> {
-    let before = file.metadata()?.len();
-    if preallocate
-        && let Err(errno) = rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, 0, bytes)
-    {
-        // Frees the blocks beyond the end.
-        file.set_len(before)?;
-        return Err(errno.into());
+/// Gives a draft the size of the image that it becomes, and all blocks if that is
+/// `preallocate`d. It never becomes smaller.
+fn set_size(draft: &File, bytes: u64, preallocate: bool) -> std::io::Result<()> {
+    if preallocate {
+        growth::allocate(draft, bytes)?;
     }
-    if before < bytes {
-        file.set_len(bytes)?;
+    if draft.metadata()?.len() < bytes {
+        // No other process changes a draft, so this shrinks nothing; and allocates nothing.
+        draft.set_len(bytes)?;
     }
     Ok(())
+}
+
+/// The same for an image in its place, which a node or another controller may grow, too.
+fn grow(image: &File, bytes: u64, preallocate: bool) -> std::io::Result<()> {
+    if preallocate {
+        growth::allocate(image, bytes)?;
+    }
+    growth::grow(image, bytes)
 }
