@@ -369,7 +369,13 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     fn inspections(&self) -> Vec<Inspection>;
     /// Finishes or undoes the work of controllers that have ended; returns the failures.
     /// Does not touch calls under way, of this and of other controllers.
-    fn sweep(&self) -> Vec<ProvisionError>;
+    /// `pool` is one of [`Provisioner::swept_pools`], if there are any.
+    fn sweep(&self, pool: Option<&str>) -> Vec<ProvisionError>;
+    /// The pools that are swept apart, so that one that hangs holds up only itself; none:
+    /// the store is swept as a whole. Does not block.
+    fn swept_pools(&self) -> Vec<String> {
+        Vec::new()
+    }
     /// Makes a volume, or returns the one that an equal request made.
     fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, ProvisionError>;
     /// Deletes a volume; a missing one counts as deleted.

@@ -285,7 +285,13 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
     let counted = copies.clone();
     metrics.before_scrape(move || report_copies(&counted));
     let pool_names: Vec<_> = pools.iter().map(|pool| pool.name.clone()).collect();
-    let images = ImageStore::new(pools, options.node_id.clone(), boot_id()?, copies.clone());
+    let images = ImageStore::new(
+        pools,
+        options.node_id.clone(),
+        boot_id()?,
+        copies.clone(),
+        &lanes,
+    );
     let images = (!pool_names.is_empty()).then(|| Arc::new(images));
     if let Some(images) = &images
         && options.plugin.service.metrics_listen.is_some()
@@ -341,8 +347,11 @@ fn run(options: ControllerOptions) -> Result<(), Box<dyn Error>> {
         sockets.refuse_live().await?;
         let listeners = sockets.take()?;
         tracing::info!(endpoint = %options.endpoint, driver = name, "serving");
-        tokio::spawn(sweep(stores.clone(), StoreKind::Images));
-        tokio::spawn(sweep(stores.clone(), StoreKind::Nfs));
+        for kind in [StoreKind::Images, StoreKind::Nfs] {
+            for part in stores.swept_parts(kind) {
+                tokio::spawn(sweep(stores.clone(), kind, part));
+            }
+        }
         tokio::spawn(purge_trash(stores.clone()));
         tokio::spawn(watch(stores, readiness));
         tokio::spawn(expire(copies));
@@ -434,8 +443,8 @@ async fn expire(copies: Copies) {
 }
 
 /// Cleans up after dead controllers; repeats while a pool or share is not mounted.
-async fn sweep(stores: Stores, kind: StoreKind) {
-    while let Some(errors) = stores.sweep(kind).await {
+async fn sweep(stores: Stores, kind: StoreKind, part: Option<String>) {
+    while let Some(errors) = stores.sweep_part(kind, part.clone()).await {
         log_errors(&errors, "cannot clean up after earlier controllers");
         if !errors.iter().any(|error| error.kind() == Kind::Transient) {
             return;

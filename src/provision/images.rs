@@ -42,7 +42,7 @@ use super::{
 };
 use crate::{
     Kind,
-    lane::Inspection,
+    lane::{Inspection, Lanes},
     pool::{Pool, Pools},
     secret::Secrets,
 };
@@ -55,6 +55,7 @@ mod file_system;
 mod groups;
 mod id_lists;
 mod listing;
+mod name_search;
 mod origin;
 mod room_counts;
 mod snapshots;
@@ -67,6 +68,7 @@ mod writers;
 pub use copies::{Copies, CopyKind, CopyProgress, CopyTarget, RunningCopy};
 
 use id_lists::IdLists;
+use name_search::NameSearch;
 use room_counts::RoomCounts;
 
 /// The store of image files.
@@ -78,12 +80,20 @@ pub struct ImageStore {
     id_lists: IdLists,
     room_counts: RoomCounts,
     copies: Copies,
+    names: NameSearch,
 }
 
 impl ImageStore {
     /// Over these pools; `node_id` is that of the node of local pools, and
-    /// `boot_id` that of the running kernel.
-    pub fn new(pools: Pools, node_id: Option<String>, boot_id: String, copies: Copies) -> Self {
+    /// `boot_id` that of the running kernel. Calls look at other pools than their own on
+    /// `lanes`.
+    pub fn new(
+        pools: Pools,
+        node_id: Option<String>,
+        boot_id: String,
+        copies: Copies,
+        lanes: &Lanes,
+    ) -> Self {
         Self {
             pools,
             node_id,
@@ -91,6 +101,7 @@ impl ImageStore {
             id_lists: IdLists::default(),
             room_counts: RoomCounts::default(),
             copies,
+            names: NameSearch::new(lanes),
         }
     }
 }
@@ -121,8 +132,15 @@ impl Provisioner for ImageStore {
         each.map(inspection).collect()
     }
 
-    fn sweep(&self) -> Vec<ProvisionError> {
-        self.sweep()
+    fn sweep(&self, pool: Option<&str>) -> Vec<ProvisionError> {
+        match self.pools.get_or_only(pool) {
+            Ok(pool) => self.sweep(pool),
+            Err(error) => vec![error.into()],
+        }
+    }
+
+    fn swept_pools(&self) -> Vec<String> {
+        self.listed_pools()
     }
 
     fn create_volume(&self, new: &NewVolume) -> Result<VolumeInfo, ProvisionError> {

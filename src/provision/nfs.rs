@@ -588,7 +588,7 @@ impl Provisioner for NfsStore {
         each.map(inspection).collect()
     }
 
-    fn sweep(&self) -> Vec<ProvisionError> {
+    fn sweep(&self, _: Option<&str>) -> Vec<ProvisionError> {
         let swept = self.exports.iter().flat_map(|export| {
             let swept = export.open().and_then(|root| {
                 if let Err(error) = owners::probe(&root) {

@@ -236,7 +236,7 @@ impl Provisioner for RbdStore {
         vec![Inspection::new("Ceph clusters", look)]
     }
 
-    fn sweep(&self) -> Vec<ProvisionError> {
+    fn sweep(&self, _: Option<&str>) -> Vec<ProvisionError> {
         self.sweep().into_iter().map(ProvisionError::from).collect()
     }
 

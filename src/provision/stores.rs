@@ -251,8 +251,36 @@ impl Stores {
     /// Finishes or undoes the work of ended controllers in a store; returns the failures.
     /// `None` if the controller was started without the store.
     pub async fn sweep(&self, backend: StoreKind) -> Option<Vec<ProvisionError>> {
-        let it = self.get(backend)?;
-        Some(it.run("sweep", "sweep", Provisioner::sweep).await)
+        let _ = self.get(backend)?;
+        let parts = self.swept_parts(backend).into_iter();
+        let swept = join_all(parts.map(|pool| self.sweep_part(backend, pool))).await;
+        Some(swept.into_iter().flatten().flatten().collect())
+    }
+
+    /// The parts of a store that are swept apart: its pools, or `None` for the whole of it.
+    /// Empty if the controller was started without the store.
+    pub fn swept_parts(&self, backend: StoreKind) -> Vec<Option<String>> {
+        let Some(it) = self.get(backend) else {
+            return Vec::new();
+        };
+        match it.store.swept_pools() {
+            pools if pools.is_empty() => vec![None],
+            pools => pools.into_iter().map(Some).collect(),
+        }
+    }
+
+    /// Sweeps one of [`Stores::swept_parts`].
+    pub async fn sweep_part(
+        &self,
+        backend: StoreKind,
+        pool: Option<String>,
+    ) -> Option<Vec<ProvisionError>> {
+        let key = match &pool {
+            Some(pool) => format!("sweep of pool {pool}"),
+            None => "sweep".to_owned(),
+        };
+        let sweep = move |store: &dyn Provisioner| store.sweep(pool.as_deref());
+        Some(self.get(backend)?.run(&key, "sweep", sweep).await)
     }
 
     /// The abilities of the controller: it lists if all stores do, and has the others if

@@ -25,7 +25,13 @@ fn beside_a_node(alpha: bool) -> (tempfile::TempDir, Controller) {
     };
     let pools = Pools::new([pool]).unwrap();
     let node_id = Some("node-a".to_owned());
-    let images = ImageStore::new(pools, node_id, "boot".to_owned(), Copies::new(4, 1));
+    let images = ImageStore::new(
+        pools,
+        node_id,
+        "boot".to_owned(),
+        Copies::new(4, 1),
+        &Lanes::new(2),
+    );
     let stores = Stores::new(Some(images.into()), None, None, &Lanes::new(1));
     let controller = Controller::new(stores, "test.dev", Some("node-a"), alpha);
     (dir, controller)

@@ -82,7 +82,9 @@ impl ImageStore {
     ) -> Result<GroupSnapshotInfo, ProvisionError> {
         let volumes: BTreeSet<&str> = new.volumes.iter().map(String::as_str).collect();
         // Before the volumes are looked for: the snapshots may outlive them.
-        if let Some((pool, entry)) = self.find_name(&new.name) {
+        let first = volumes.first();
+        let own = first.and_then(|handle| self.pool_named_by(handle));
+        if let Some((pool, entry)) = self.find_name(own, &new.name) {
             return self.group_taken_before(pool, &entry, &volumes);
         }
         let pool = self.pool_of_all(&volumes)?;

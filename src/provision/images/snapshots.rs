@@ -75,7 +75,7 @@ impl ImageStore {
         volume: &str,
     ) -> Result<SnapshotInfo, ProvisionError> {
         // Before the volume is looked for: a snapshot may outlive it.
-        if let Some((pool, entry)) = self.find_name(name) {
+        if let Some((pool, entry)) = self.find_name(self.pool_named_by(volume), name) {
             return self.as_taken_before(pool, &entry, volume);
         }
         let (pool, _) = self.find_volume(volume)?;

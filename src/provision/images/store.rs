@@ -11,11 +11,12 @@ use super::{
     writers,
 };
 use crate::{
-    crash_point,
+    crash_point, error_chain,
     pool::{
         Pool, PoolError,
         claim::{self, ControllerClaim, Sharing},
         format_marker,
+        handle::VolumeHandle,
     },
 };
 
@@ -46,18 +47,32 @@ impl ImageStore {
         Ok(pool)
     }
 
-    /// The entry of that name, in any pool.
-    pub(super) fn find_name<K: EntryKind>(&self, name: &str) -> Option<(&Pool, CatalogueEntry<K>)> {
-        self.pools.iter().find_map(|pool| {
+    /// The entry of that name: in the pool that the request is about, or else in any other.
+    pub(super) fn find_name<K: EntryKind + Send + 'static>(
+        &self,
+        own: Option<&Pool>,
+        name: &str,
+    ) -> Option<(&Pool, CatalogueEntry<K>)> {
+        let own = own.and_then(|own| self.pools.get(&own.name).ok());
+        if let Some(pool) = own {
             match Catalogue::of(pool).by_name(name) {
-                Ok(found) => found.map(|entry| (pool, entry)),
-                // Calls on it report that; it must not stop calls on others.
+                Ok(Some(entry)) => return Some((pool, entry)),
+                Ok(None) => {}
+                // The rest of the call reports that.
                 Err(error) => {
-                    tracing::warn!(pool = pool.name, %error, "not searched for a name");
-                    None
+                    let error = error_chain(&error);
+                    tracing::warn!(pool = pool.name, error, "not searched for a name");
                 }
             }
-        })
+        }
+        let is_other = |pool: &&Pool| own.is_none_or(|own| own.name != pool.name);
+        self.names.find(self.pools.iter().filter(is_other), name)
+    }
+
+    /// The pool of a volume's handle, if it is one of these.
+    pub(super) fn pool_named_by(&self, handle: &str) -> Option<&Pool> {
+        let parsed: VolumeHandle = handle.parse().ok()?;
+        self.pools.get(parsed.pool()).ok()
     }
 
     /// Deletes the entry of `id`, if there is one.

@@ -11,27 +11,24 @@ use super::{
 use crate::pool::{Pool, claim, draft};
 
 impl ImageStore {
-    /// Sweeps all pools; returns the failures.
-    pub(super) fn sweep(&self) -> Vec<ProvisionError> {
+    /// Sweeps a pool; returns the failures.
+    pub(super) fn sweep(&self, pool: &Pool) -> Vec<ProvisionError> {
+        if let Err(error) = pool.check_scope() {
+            return vec![error.into()];
+        }
         let mut errors = Vec::new();
-        for pool in self.pools.iter() {
-            if let Err(error) = pool.check_scope() {
-                errors.push(error.into());
-                continue;
-            }
-            let tmp = pool.meta_path("tmp");
-            if tmp.is_dir()
-                && let Err(e) = draft::sweep(&tmp)
-            {
-                errors.push(failed("sweep", &tmp, e));
-            }
-            self.sweep_kind::<VolumeDetail>(pool, &mut errors);
-            self.sweep_kind::<SnapshotDetail>(pool, &mut errors);
-            self.sweep_kind::<GroupDetail>(pool, &mut errors);
-            errors.extend(claim::sweep(pool).err().map(ProvisionError::from));
-            if pool.is_initialized().is_ok_and(|is| is) {
-                pool.refill_spares();
-            }
+        let tmp = pool.meta_path("tmp");
+        if tmp.is_dir()
+            && let Err(e) = draft::sweep(&tmp)
+        {
+            errors.push(failed("sweep", &tmp, e));
+        }
+        self.sweep_kind::<VolumeDetail>(pool, &mut errors);
+        self.sweep_kind::<SnapshotDetail>(pool, &mut errors);
+        self.sweep_kind::<GroupDetail>(pool, &mut errors);
+        errors.extend(claim::sweep(pool).err().map(ProvisionError::from));
+        if pool.is_initialized().is_ok_and(|is| is) {
+            pool.refill_spares();
         }
         errors
     }

@@ -45,6 +45,7 @@ fn images_over(pools: &[(&str, &Path, Scope)], node_id: Option<&str>) -> Stores 
         node_id.map(str::to_owned),
         BOOT.to_owned(),
         Copies::new(4, 1),
+        &Lanes::new(2),
     );
     Stores::new(Some(images.into()), None, None, &Lanes::new(2))
 }

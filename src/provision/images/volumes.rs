@@ -86,7 +86,7 @@ impl ImageStore {
                 .any(|volume_use| volume_use.many_nodes_write),
             made_bytes: None,
         };
-        if let Some((other, _)) = self.find_name::<VolumeDetail>(&new.name)
+        if let Some((other, _)) = self.find_name::<VolumeDetail>(Some(pool), &new.name)
             && other.name != pool.name
         {
             return Err(ProvisionError::Differs {

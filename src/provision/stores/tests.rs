@@ -17,7 +17,13 @@ fn over(dir: &std::path::Path) -> Stores {
         mounted: false,
     };
     let pools = Pools::new([pool]).unwrap();
-    let images = ImageStore::new(pools, None, "boot".to_owned(), Copies::new(4, 1));
+    let images = ImageStore::new(
+        pools,
+        None,
+        "boot".to_owned(),
+        Copies::new(4, 1),
+        &Lanes::new(2),
+    );
     Stores::new(Some(images.into()), None, None, &Lanes::new(1))
 }
 

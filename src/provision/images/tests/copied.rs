@@ -4,7 +4,7 @@ use super::*;
 
 fn over(dir: &Path, copies: &Copies) -> Stores {
     let pools = Pools::new([pool("main", dir, Scope::Shared)]).unwrap();
-    let images = ImageStore::new(pools, None, BOOT.to_owned(), copies.clone());
+    let images = ImageStore::new(pools, None, BOOT.to_owned(), copies.clone(), &Lanes::new(2));
     Stores::new(Some(images.into()), None, None, &Lanes::new(2))
 }
 

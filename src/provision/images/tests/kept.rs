@@ -16,7 +16,13 @@ fn kept_home() -> (tempfile::TempDir, Pool) {
 /// A controller of its own over the pool, as on another machine.
 fn controller(pool: &Pool) -> ImageStore {
     let pools = Pools::new([pool.clone()]).unwrap();
-    ImageStore::new(pools, None, BOOT.to_owned(), Copies::new(4, 1))
+    ImageStore::new(
+        pools,
+        None,
+        BOOT.to_owned(),
+        Copies::new(4, 1),
+        &Lanes::new(2),
+    )
 }
 
 /// Waits until what is read of the pool can be kept.
