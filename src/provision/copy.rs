@@ -19,7 +19,7 @@ use std::{
     ops::Range,
     os::{
         fd::AsRawFd as _,
-        unix::fs::{FileExt as _, OpenOptionsExt as _},
+        unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _},
     },
     sync::{
         Mutex, MutexGuard, PoisonError,
@@ -46,6 +46,25 @@ pub fn reflink(from: &File, to: &File) -> io::Result<bool> {
         }
         Err(errno) => Err(errno.into()),
     }
+}
+
+/// The bytes of a file that [`sparse`] copies at most: those of its data, without the blocks
+/// that are allocated and not written.
+pub fn data_bytes(file: &File) -> io::Result<u64> {
+    let found = file.metadata()?;
+    let (mut at, mut bytes) = (0, 0);
+    while at < found.len() {
+        match seek(file, SeekFrom::Data(at)) {
+            Ok(data) => {
+                at = seek(file, SeekFrom::Hole(data))?;
+                bytes += at - data;
+            }
+            Err(Errno::NXIO) => break,
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    // A file system without holes takes all for data; st_blocks counts 512 bytes each.
+    Ok(bytes.min(found.blocks() * 512))
 }
 
 /// Copies `len` bytes, but for holes and zeros. `to` is an empty file. The copy shows a

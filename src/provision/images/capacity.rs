@@ -67,6 +67,11 @@ pub fn refuse_without_room(
     if parameters.overcommit {
         return Ok(());
     }
+    refuse_beyond_room(pool, more)
+}
+
+/// The same, whatever the class.
+pub fn refuse_beyond_room(pool: &Pool, more: u64) -> Result<(), ProvisionError> {
     let available = pool.room()?.available();
     if more <= available {
         return Ok(());

@@ -244,7 +244,9 @@ impl ImageStore {
                 source: member.volume.to_owned(),
                 pool: pool.name.clone(),
             };
-            self.fill(draft, &member.origin, target, || Ok(()))?;
+            self.fill(draft, &member.origin, target, || {
+                member.origin.refuse_without_room()
+            })?;
         }
         for (lease, image) in &leases {
             let holds = lease.holds();

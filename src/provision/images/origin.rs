@@ -5,6 +5,7 @@ use std::{fs::File, io, path::PathBuf};
 use super::{
     super::{ContentSource, ProvisionError, copy},
     ImageStore,
+    capacity::refuse_beyond_room,
     catalogue::{EntryKind as _, failed},
     copies::{CopyTarget, RunningCopy},
     snapshots::SnapshotDetail,
@@ -31,6 +32,8 @@ pub struct SourceFile<'s> {
     pub volume_image: Option<String>,
     /// Whether it may be written by nodes that claim nothing.
     pub is_exported: bool,
+    /// Whether its class lets it exceed the room of the pool.
+    pub overcommit: bool,
 }
 
 impl ImageStore {
@@ -63,6 +66,7 @@ impl ImageStore {
         Ok(SourceFile {
             volume_image: Some(image),
             is_exported: entry.detail.is_exported(),
+            overcommit: entry.detail.parameters.overcommit,
             ..SourceFile::new(pool, file, path)?
         })
     }
@@ -182,7 +186,18 @@ impl<'s> SourceFile<'s> {
             path,
             volume_image: None,
             is_exported: false,
+            overcommit: false,
         })
+    }
+
+    /// Refuses a copy of its data, which would take the space that others were promised.
+    pub fn refuse_without_room(&self) -> Result<(), ProvisionError> {
+        if self.overcommit {
+            return Ok(());
+        }
+        let data = copy::data_bytes(&self.file);
+        let data = data.map_err(|e| failed("look for the data of", &self.path, e))?;
+        refuse_beyond_room(self.pool, data)
     }
 
     /// Refuses a file of the origin's data that has not the size which the request was

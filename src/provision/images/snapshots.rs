@@ -118,7 +118,7 @@ impl ImageStore {
             source: volume.to_owned(),
             pool: pool.name.clone(),
         };
-        self.fill(&draft, &origin, target, || Ok(()))?;
+        self.fill(&draft, &origin, target, || origin.refuse_without_room())?;
         let detail = SnapshotDetail::new(volume, SystemTime::now(), None);
         crash_point();
         let entry = place_snapshot(pool, held.id, name, detail, draft)?;

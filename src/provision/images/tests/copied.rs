@@ -143,9 +143,9 @@ async fn a_copy_of_a_preallocated_class_has_all_its_blocks() {
     assert!(data.iter().all(|byte| *byte == 7));
 }
 
-#[test]
-fn a_copy_that_fills_the_pool_leaves_nothing_of_itself() {
-    std::thread::spawn(|| {
+/// Runs on a tmpfs of 10 MiB.
+fn in_small_memory(inside: impl AsyncFnOnce(Home) + Send + 'static) {
+    let run = || {
         let sandbox = testkit::Sandbox::new();
         let dir = sandbox.dir().join("small");
         std::fs::create_dir(&dir).unwrap();
@@ -154,28 +154,61 @@ fn a_copy_that_fills_the_pool_leaves_nothing_of_itself() {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .build()
             .unwrap();
-        runtime.block_on(async {
-            let home = home_in(tempfile::tempdir_in(&dir).unwrap());
-            let copies = Copies::new(1, 1);
-            let images = over(home.dir.path(), &copies);
-            let clone = source(&home, &images).await;
-            let before = home.files();
-            for _ in 0..2 {
-                let refused = images.create_volume(clone.clone()).await;
-                assert_eq!(kind(refused), Kind::Exhausted);
-                assert_eq!((copies.list(), home.files()), (Vec::new(), before.clone()));
-            }
-            let source = clone.source.unwrap().handle().to_owned();
-            let snapshot = snapshot_of("snap".to_owned(), source.clone());
-            let refused = images.create_snapshot(snapshot).await;
-            assert_eq!(kind(refused), Kind::Exhausted);
-            assert_eq!(home.files(), before);
-            // Nothing claims it any more.
-            images.delete_volume(source, none()).await.unwrap();
-        });
+        runtime.block_on(inside(home_in(tempfile::tempdir_in(&dir).unwrap())));
         drop(runtime);
         testkit::run(&["umount", at]);
-    })
-    .join()
-    .unwrap();
+    };
+    std::thread::spawn(run).join().unwrap();
+}
+
+#[test]
+fn a_copy_that_fills_the_pool_leaves_nothing_of_itself() {
+    in_small_memory(async |home| {
+        let copies = Copies::new(1, 1);
+        let images = over(home.dir.path(), &copies);
+        let clone = source(&home, &images).await;
+        let before = home.files();
+        for _ in 0..2 {
+            let refused = images.create_volume(clone.clone()).await;
+            assert_eq!(kind(refused), Kind::Exhausted);
+            assert_eq!((copies.list(), home.files()), (Vec::new(), before.clone()));
+        }
+        let source = clone.source.unwrap().handle().to_owned();
+        let snapshot = snapshot_of("snap".to_owned(), source.clone());
+        let refused = images.create_snapshot(snapshot).await;
+        assert_eq!(kind(refused), Kind::Exhausted);
+        assert_eq!(home.files(), before);
+        // Nothing claims it any more.
+        images.delete_volume(source, none()).await.unwrap();
+    });
+}
+
+#[test]
+fn a_snapshot_takes_no_space_that_others_were_promised() {
+    in_small_memory(async |home| {
+        let images = &home.images;
+        let made = images.create_volume(new("source", 4 * MIB)).await.unwrap();
+        let data = vec![7; 3 << 20];
+        home.file(&made).write_all_at(&data, 0).unwrap();
+        let other = images.create_volume(new("other", 5 * MIB)).await.unwrap();
+        let before = home.files();
+        let take = || images.create_snapshot(snapshot_of("snap".to_owned(), made.handle.clone()));
+        let group = || NewGroupSnapshot {
+            name: "group".to_owned(),
+            volumes: vec![made.handle.clone()],
+            parameters: HashMap::new(),
+            secrets: none(),
+        };
+        assert_eq!(kind(take().await), Kind::Exhausted);
+        let refused = images.create_group_snapshot(group()).await;
+        assert_eq!(kind(refused), Kind::Exhausted);
+        assert_eq!(home.files(), before);
+
+        images.delete_volume(other.handle, none()).await.unwrap();
+        images
+            .delete_snapshot(take().await.unwrap().handle, none())
+            .await
+            .unwrap();
+        images.create_group_snapshot(group()).await.unwrap();
+    });
 }
