@@ -242,6 +242,9 @@ pub enum ProvisionError {
         #[source]
         holder: Box<ProvisionError>,
     },
+    /// A create that failed is complete all the same.
+    #[error("record {} shows it as complete, so it may be in use by now", .0.display())]
+    Complete(PathBuf),
     /// The source of a copy has another size than when it was opened.
     #[error("image {} changed its size before it was copied; try again", .0.display())]
     Resized(PathBuf),
@@ -379,6 +382,7 @@ impl ProvisionError {
             Self::Silent { .. }
             | Self::SilentCluster { .. }
             | Self::NotUndone { .. }
+            | Self::Complete(_)
             | Self::Full(_) => Kind::Transient,
             Self::Io { source, .. } => of_io(source),
             Self::Rbd(error) => error.kind(),

@@ -12,7 +12,7 @@
 //!
 //! | reservation | record   | image | it was            | and is               |
 //! | ---         | ---      | ---   | ---               | ---                  |
-//! | yes         | no       | no    | being made        | made anew, or undone |
+//! | yes         | no       | no    | being made        | undone               |
 //! | any         | making   | any   | being made        | deleted              |
 //! | any         | ready    | any   | complete          | left alone           |
 //! | any         | deleting | any   | being deleted     | deleted              |
@@ -25,6 +25,12 @@
 //! A create or delete holds its reservation under flock(2), so that a second controller
 //! waits and a start distinguishes calls under way from interrupted ones. A file with invalid
 //! content is an error that names it; it is never removed.
+//!
+//! NFS may lose that lock while its holder stalls or is cut off, and the holder may resume at
+//! any time. So no create continues under the reservation of another: it removes it and makes
+//! one with a new id. All that has an id is of one create alone, which looks whether the
+//! reservation is still its own before it records the entry as complete. Only that record
+//! makes an id known, so what has it is not undone any more.
 
 use std::{
     ffi::OsStr,
@@ -99,6 +105,8 @@ struct Reservation {
 pub struct ReservationLock {
     /// The id that belongs to the name.
     pub id: Uuid,
+    /// Whether this call made it.
+    pub is_new: bool,
     path: PathBuf,
     /// The reservation, locked.
     lock: File,
@@ -107,7 +115,31 @@ pub struct ReservationLock {
 impl ReservationLock {
     /// Removes a reservation under which nothing was made.
     pub fn abandon(&self) -> Result<(), ProvisionError> {
-        remove(&self.path).map(drop)
+        if self.is_there()? {
+            let _ = remove(&self.path)?;
+        }
+        Ok(())
+    }
+
+    /// Fails if another controller has taken the name, as after NFS lost the lock.
+    pub fn refuse_lost(&self, name: &str) -> Result<(), ProvisionError> {
+        if self.is_there()? {
+            return Ok(());
+        }
+        Err(ProvisionError::Busy(name.to_owned()))
+    }
+
+    /// Whether the name has still this reservation. Read anew: NFS keeps attributes for a
+    /// while.
+    fn is_there(&self) -> Result<bool, ProvisionError> {
+        let there = read::<Reservation>(&self.path)?;
+        Ok(there.is_some_and(|there| there.id == self.id))
+    }
+
+    /// Unlocks it, as NFS may behind its owner's back.
+    #[cfg(test)]
+    pub fn lose(&self) {
+        self.lock.unlock().unwrap();
     }
 }
 
@@ -191,7 +223,12 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
                 draft.place_new_locked(&path)
             });
             if let Some(lock) = placed.map_err(|e| failed("write", &path, e))? {
-                return Ok(ReservationLock { id, path, lock });
+                return Ok(ReservationLock {
+                    id,
+                    is_new: true,
+                    path,
+                    lock,
+                });
             }
         }
     }
@@ -227,11 +264,10 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
         recorded.map_err(|e| failed("write", &path, e))
     }
 
-    /// Undoes a failed create of this process, of which no caller knows. It removes the
-    /// image before the record that names its owner.
-    pub fn undo(&self, held: &ReservationLock) -> Result<(), ProvisionError> {
+    /// Undoes a create that has no record: before it was written, or another controller has
+    /// removed it.
+    pub fn undo_unrecorded(&self, held: &ReservationLock) -> Result<(), ProvisionError> {
         self.remove_image(held.id, "its creation failed")?;
-        let _ = remove(&self.record(held.id))?;
         held.abandon()
     }
 
@@ -260,7 +296,7 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
     ) -> Result<(), ProvisionError> {
         self.remove_image(entry.id, why)?;
         if let Some(held) = held.filter(|held| held.id == entry.id) {
-            let _ = remove(&held.path)?;
+            held.abandon()?;
         }
         let record = self.record(entry.id);
         let removed = draft::remove_or_give_back(&record, &self.pool.spares());
@@ -275,7 +311,8 @@ impl<'p, K: EntryKind> Catalogue<'p, K> {
         Ok(())
     }
 
-    fn record(&self, id: Uuid) -> PathBuf {
+    /// The path of the record of an id.
+    pub fn record(&self, id: Uuid) -> PathBuf {
         self.pool.meta_path(K::RECORDS).join(format!("{id}.json"))
     }
 
@@ -308,6 +345,7 @@ fn hold_at(path: &Path) -> Result<Option<(ReservationLock, Reservation)>, Provis
         return Ok(read::<Reservation>(path)?.map(|reservation| {
             let held = ReservationLock {
                 id: reservation.id,
+                is_new: false,
                 path: path.to_owned(),
                 lock,
             };

@@ -97,7 +97,10 @@ impl ImageStore {
                     return self.group_taken_before(pool, &entry, &volumes);
                 }
                 Some(entry) => self.delete_entry(pool, entry, Some(&held))?,
-                None => return self.take_group(pool, &held, &new.name, &volumes),
+                None if held.is_new => {
+                    return self.take_group(pool, &held, &new.name, &volumes);
+                }
+                None => held.abandon()?,
             }
         }
     }
@@ -148,7 +151,7 @@ impl ImageStore {
             };
             Groups::of(pool).record_as(&entry)?;
             crash_point();
-            self.make_group(pool, &entry, &members, drafts)
+            self.make_group(pool, held, &entry, &members, drafts)
         };
         make().map_err(|error| {
             let names: Vec<_> = members.into_iter().map(|one| one.name).collect();
@@ -164,10 +167,7 @@ impl ImageStore {
         held: &ReservationLock,
         names: &[String],
     ) -> Result<(), ProvisionError> {
-        match Groups::of(pool).get(held.id)? {
-            Some(entry) => self.delete_entry(pool, entry, Some(held))?,
-            None => held.abandon()?,
-        }
+        self.undo::<GroupDetail>(pool, held)?;
         let snapshots = Snapshots::of(pool);
         for name in names {
             if let Some(held) = snapshots.hold(name)?
@@ -182,6 +182,7 @@ impl ImageStore {
     fn make_group(
         &self,
         pool: &Pool,
+        held: &ReservationLock,
         entry: &CatalogueEntry<GroupDetail>,
         members: &[GroupMember<'_>],
         drafts: Vec<Draft>,
@@ -190,8 +191,7 @@ impl ImageStore {
         let created = self.copy_at_one_moment(pool, members, &drafts)?;
         for (member, draft) in members.iter().zip(drafts) {
             let detail = SnapshotDetail::new(member.volume, created, Some(group.clone()));
-            let id = member.held.id;
-            place_snapshot(pool, id, &member.name, detail, draft)?;
+            place_snapshot(pool, &member.held, &member.name, detail, draft)?;
         }
         let ready = CatalogueEntry {
             state: EntryState::Ready,
@@ -202,6 +202,7 @@ impl ImageStore {
             },
             ..*entry
         };
+        held.refuse_lost(&entry.name)?;
         Groups::of(pool).record_as(&ready)?;
         crash_point();
         self.group_snapshot(pool, &ready)

@@ -88,13 +88,16 @@ impl ImageStore {
                     return self.as_taken_before(pool, &entry, volume);
                 }
                 Some(entry) => self.delete_entry(pool, entry, Some(&held))?,
-                None => {
-                    catalogue.refuse_unrecorded(&held)?;
+                None if held.is_new => {
                     let taken = self.take(pool, &held, name, volume);
                     return taken.map_err(|error| {
                         let what = format!("snapshot {name:?}");
-                        error.after_undo(&what, catalogue.undo(&held))
+                        error.after_undo(&what, self.undo::<SnapshotDetail>(pool, &held))
                     });
+                }
+                None => {
+                    catalogue.refuse_unrecorded(&held)?;
+                    held.abandon()?;
                 }
             }
         }
@@ -121,7 +124,7 @@ impl ImageStore {
         self.fill(&draft, &origin, target, || origin.refuse_without_room())?;
         let detail = SnapshotDetail::new(volume, SystemTime::now(), None);
         crash_point();
-        let entry = place_snapshot(pool, held.id, name, detail, draft)?;
+        let entry = place_snapshot(pool, held, name, detail, draft)?;
         self.snapshot(pool, &entry)
     }
 
@@ -203,24 +206,26 @@ impl ImageStore {
 /// Gives a filled draft the place of a snapshot, and records it.
 pub fn place_snapshot(
     pool: &Pool,
-    id: Uuid,
+    held: &ReservationLock,
     name: &str,
     detail: SnapshotDetail,
     draft: Draft,
 ) -> Result<CatalogueEntry<SnapshotDetail>, ProvisionError> {
-    let image = SnapshotDetail::image(pool, id);
+    let image = SnapshotDetail::image(pool, held.id);
     let mut entry = CatalogueEntry {
-        id,
+        id: held.id,
         name: name.to_owned(),
         state: EntryState::Making,
         detail,
     };
+    held.refuse_lost(name)?;
     Snapshots::of(pool).record_as(&entry)?;
     match draft.place_new(&image, Durable) {
         Ok(Done::Now) => {}
         Ok(Done::Already) => return Err(ProvisionError::Busy(name.to_owned())),
         Err(e) => return Err(failed("put in place", &image, e)),
     }
+    held.refuse_lost(name)?;
     entry.state = EntryState::Ready;
     Snapshots::of(pool).record_as(&entry)?;
     crash_point();

@@ -85,6 +85,24 @@ impl ImageStore {
         self.delete_entry(pool, entry, held.as_ref())
     }
 
+    /// Undoes a failed create of this process, of which no caller knows. A complete entry
+    /// stays.
+    pub(super) fn undo<K: EntryKind>(
+        &self,
+        pool: &Pool,
+        held: &ReservationLock,
+    ) -> Result<(), ProvisionError> {
+        let catalogue = Catalogue::<K>::of(pool);
+        match catalogue.get(held.id)? {
+            None => catalogue.undo_unrecorded(held),
+            // Its record was written although that failed: an equal call may have answered.
+            Some(entry) if entry.state == EntryState::Ready => {
+                Err(ProvisionError::Complete(catalogue.record(held.id)))
+            }
+            Some(entry) => self.delete_entry(pool, entry, Some(held)),
+        }
+    }
+
     /// Deletes an entry. `held` is its name's reservation, if there is one;
     /// it may belong to another entry by now.
     pub(super) fn delete_entry<K: EntryKind>(

@@ -104,13 +104,16 @@ impl ImageStore {
                     return self.as_made_before(pool, &entry, &detail, new.range);
                 }
                 Some(entry) => self.delete_entry(pool, entry, Some(&held))?,
-                None => {
-                    catalogue.refuse_unrecorded(&held)?;
+                None if held.is_new => {
                     let made = self.make_volume(pool, &held, new, detail, smallest);
                     return made.map_err(|error| {
                         let what = format!("volume {:?}", new.name);
-                        error.after_undo(&what, catalogue.undo(&held))
+                        error.after_undo(&what, self.undo::<VolumeDetail>(pool, &held))
                     });
+                }
+                None => {
+                    catalogue.refuse_unrecorded(&held)?;
+                    held.abandon()?;
                 }
             }
         }
@@ -172,6 +175,7 @@ impl ImageStore {
             state: EntryState::Making,
             detail,
         };
+        held.refuse_lost(&new.name)?;
         Volumes::of(pool).record_as(&entry)?;
         match draft.place_new(&image, Durable) {
             Ok(Done::Now) => {}
@@ -180,6 +184,7 @@ impl ImageStore {
         }
         // From here on the image is counted.
         drop(room);
+        held.refuse_lost(&new.name)?;
         entry.state = EntryState::Ready;
         Volumes::of(pool).record_as(&entry)?;
         crash_point();

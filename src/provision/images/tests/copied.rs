@@ -2,7 +2,7 @@
 
 use super::*;
 
-fn over(dir: &Path, copies: &Copies) -> Stores {
+pub fn over(dir: &Path, copies: &Copies) -> Stores {
     let pools = Pools::new([pool("main", dir, Scope::Shared)]).unwrap();
     let images = ImageStore::new(pools, None, BOOT.to_owned(), copies.clone(), &Lanes::new(2));
     Stores::new(Some(images.into()), None, None, &Lanes::new(2))
@@ -22,7 +22,7 @@ async fn source(home: &Home, images: &Stores) -> NewVolume {
 }
 
 /// Another copy, for as long as the others have to wait.
-fn hold_permit(copies: &Copies) -> copies::RunningCopy {
+pub fn hold_permit(copies: &Copies) -> copies::RunningCopy {
     let other = copies::CopyTarget {
         kind: CopyKind::Volume,
         name: "other".to_owned(),

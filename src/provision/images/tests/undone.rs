@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::{
-    super::{catalogue::Catalogue, snapshots::SnapshotDetail, volumes::VolumeDetail},
+    super::{catalogue::Catalogue, volumes::VolumeDetail},
     *,
 };
 use crate::error_chain;
@@ -26,10 +26,15 @@ impl Drop for Pinned {
 }
 
 impl Home {
+    /// The reservation of a name.
+    fn reservation(&self, names: &str, name: &str) -> PathBuf {
+        let file = format!("{}.json", crate::digest::sha256_hex(name));
+        self.pool().meta_path(names).join(file)
+    }
+
     /// The reservation of a name, which stays as that of a killed create.
     fn pinned(&self, names: &str, name: &str) -> Pinned {
-        let file = format!("{}.json", crate::digest::sha256_hex(name));
-        Pinned::new(self.pool().meta_path(names).join(file))
+        Pinned::new(self.reservation(names, name))
     }
 }
 
@@ -41,32 +46,104 @@ fn check(error: &ProvisionError, cause: &str) {
     assert!(text.contains(cause), "{text}");
 }
 
+/// Runs a call until it waits to copy, and then `meanwhile`, before it continues.
+async fn halfway<T: Send + 'static, R>(
+    copies: &Copies,
+    call: impl Future<Output = T> + Send + 'static,
+    meanwhile: impl AsyncFnOnce() -> R,
+) -> (T, R) {
+    let permit = copied::hold_permit(copies);
+    let call = tokio::spawn(call);
+    while copies.gate().load().waiting == 0 {
+        tokio::task::yield_now().await;
+    }
+    let done = meanwhile().await;
+    drop(permit);
+    (call.await.unwrap(), done)
+}
+
 #[tokio::test]
 async fn a_create_that_is_not_undone_has_no_final_error() {
     let home = home();
-    let source = home.images.create_volume(new("source", 2 * MIB)).await;
+    let copies = Copies::new(1, 1);
+    let images = copied::over(home.dir.path(), &copies);
+    let source = images.create_volume(new("source", 2 * MIB)).await;
     let source = source.unwrap();
     home.claim(&source, "node-a");
     let before = home.files();
 
-    drop(Catalogue::<VolumeDetail>::of(home.pool()).reserve("copy"));
     let copy = copy_of("copy", 0, ContentSource::Volume(source.handle.clone()));
-    let pinned = home.pinned("names", "copy");
-    let made = home.images.create_volume(copy.clone()).await;
+    let make = || {
+        let (images, copy) = (images.clone(), copy.clone());
+        async move { images.create_volume(copy).await }
+    };
+    let pin = async || home.pinned("names", "copy");
+    let (made, pinned) = halfway(&copies, make(), pin).await;
     check(&made.unwrap_err(), "node-a");
     drop(pinned);
-    let made = home.images.create_volume(copy.clone()).await;
-    assert_eq!(kind(made), Kind::Precondition);
+    assert_eq!(kind(make().await), Kind::Precondition);
     assert_eq!(home.files(), before);
 
-    drop(Catalogue::<SnapshotDetail>::of(home.pool()).reserve("taken"));
     let take = || {
         let taken = snapshot_of("taken".to_owned(), source.handle.clone());
-        home.images.create_snapshot(taken)
+        let images = images.clone();
+        async move { images.create_snapshot(taken).await }
     };
-    let pinned = home.pinned("snapnames", "taken");
-    check(&take().await.unwrap_err(), "node-a");
+    let pin = async || home.pinned("snapnames", "taken");
+    let (taken, pinned) = halfway(&copies, take(), pin).await;
+    check(&taken.unwrap_err(), "node-a");
     drop(pinned);
     assert_eq!(kind(take().await), Kind::Precondition);
     assert_eq!(home.files(), before);
+}
+
+#[tokio::test]
+async fn a_controller_that_lost_its_lock_removes_nothing_of_the_next_one() {
+    let home = home();
+    let pools = Pools::new([home.pool().clone()]).unwrap();
+    let copies = Copies::new(4, 1);
+    let late = ImageStore::new(pools, None, BOOT.to_owned(), copies, &Lanes::new(2));
+    let stale = Catalogue::<VolumeDetail>::of(home.pool()).reserve("pvc");
+    let stale = stale.unwrap();
+    stale.lose();
+    let made = home.images.create_volume(new("pvc", MIB)).await.unwrap();
+    let before = home.files();
+    for _ in 0..2 {
+        late.undo::<VolumeDetail>(home.pool(), &stale).unwrap();
+        assert_eq!(home.files(), before);
+    }
+    let again = home.images.create_volume(new("pvc", MIB)).await.unwrap();
+    assert_eq!(again, made);
+
+    // Nor what an equal call has answered by now.
+    let complete = Catalogue::<VolumeDetail>::of(home.pool()).reserve("pvc");
+    let undone = late.undo::<VolumeDetail>(home.pool(), &complete.unwrap());
+    assert!(
+        matches!(undone, Err(ProvisionError::Complete(_))),
+        "{undone:?}"
+    );
+    assert_eq!(home.files(), before);
+}
+
+#[tokio::test]
+async fn a_create_that_lost_its_name_leaves_it_to_the_next_one() {
+    let home = home();
+    let copies = Copies::new(1, 1);
+    let late = copied::over(home.dir.path(), &copies);
+    let source = home.images.create_volume(new("source", MIB)).await;
+    let source = ContentSource::Volume(source.unwrap().handle);
+    let copy = copy_of("copy", MIB, source);
+    let (at_once, other) = (copy.clone(), home.images.clone());
+    let reservation = home.reservation("names", "copy");
+    let make = async move { late.create_volume(at_once).await };
+    let (lost, made) = halfway(&copies, make, async || {
+        std::fs::remove_file(&reservation).unwrap();
+        other.create_volume(copy.clone()).await.unwrap()
+    })
+    .await;
+    assert_eq!(kind(lost), Kind::InUse);
+    let again = home.images.create_volume(copy).await.unwrap();
+    assert_eq!(again, made);
+    // Image, record and name of each.
+    assert_eq!(home.files().len(), 2 * 3, "{:?}", home.files());
 }
