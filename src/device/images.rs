@@ -361,6 +361,10 @@ impl BackendVolume for BoundImage<'_> {
         };
         let was_raw = purpose == Purpose::Raw;
         let device = loop_attach::loop_device(device)?;
+        // The unmount of a file system does it. Of a local pool no other node reads.
+        if was_raw && self.pool().is_ok_and(|pool| pool.scope == Scope::Shared) {
+            loopdev::write_back(&device, *id)?;
+        }
         Ok(loopdev::detach(&device, *id, was_raw)?)
     }
 

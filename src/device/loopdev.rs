@@ -345,6 +345,30 @@ pub fn detach(device: &LoopDevice, id: FileId, was_raw: bool) -> Result<Detached
     release(device, was_raw, |status| is_over(status, id))
 }
 
+/// Writes what was written to a loop device through to its file's storage, if the file `id`
+/// is behind it. Neither the last close of the device nor a detach does that: the data may
+/// be in the page cache that this node has of the file.
+pub fn write_back(device: &LoopDevice, id: FileId) -> Result<(), LoopError> {
+    if !is_configured(device.number) {
+        return Ok(());
+    }
+    let looked = device.open(OFlags::RDONLY).and_then(|file| {
+        let status = loopctl::status(&file)?;
+        Ok((file, status))
+    });
+    // The detach finds the same, and knows what it means.
+    let Ok((file, status)) = looked else {
+        return Ok(());
+    };
+    let is_cached = status.flags & (loopctl::READ_ONLY | loopctl::DIRECT_IO) == 0;
+    if !is_over(&status, id) || !is_cached {
+        return Ok(());
+    }
+    // The driver answers the flush by an fsync of the file.
+    let written = rustix::fs::fsync(&file).map_err(io::Error::from);
+    written.map_err(device_error(device, "write back the data of"))
+}
+
 /// Makes a loop device as large as its file is now; returns its size in bytes.
 pub fn resize(device: &LoopDevice) -> Result<u64, LoopError> {
     let resized = device.open(OFlags::RDONLY).and_then(|file| {

@@ -213,6 +213,27 @@ fn the_read_only_mark_of_a_raw_volume_goes_with_it() {
 }
 
 #[test]
+fn what_was_written_is_written_back_while_the_device_is_the_volume_s() {
+    let image = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    image.as_file().set_len(MIB).unwrap();
+    let scratch = Scratch::over(image);
+    let mut opened = File::options()
+        .write(true)
+        .open(&scratch.device.node)
+        .unwrap();
+    opened.write_all(&[7; 4096]).unwrap();
+    drop(opened);
+    write_back(&scratch.device, scratch.id()).unwrap();
+    let other = FileId {
+        ino: u64::MAX,
+        ..scratch.id()
+    };
+    write_back(&scratch.device, other).unwrap();
+    let_go(&scratch.device, scratch.id());
+    write_back(&scratch.device, scratch.id()).unwrap();
+}
+
+#[test]
 fn sector_size_and_direct_io_are_as_asked() {
     let image = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     image.as_file().set_len(MIB).unwrap();
