@@ -367,8 +367,8 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
     fn check(&self) -> Result<(), ProvisionError>;
     /// Trials of its pools, clusters or shares, for an operator.
     fn inspections(&self) -> Vec<Inspection>;
-    /// Finishes or undoes the work of controllers that have ended; returns the failures.
-    /// Does not touch calls under way, of this and of other controllers.
+    /// Finishes or undoes the work of controllers that have ended; returns the failures, and
+    /// may return what is in use. Does not touch calls under way, of this and of other controllers.
     /// `pool` is one of [`Provisioner::swept_pools`], if there are any.
     fn sweep(&self, pool: Option<&str>) -> Vec<ProvisionError>;
     /// The pools that are swept apart, so that one that hangs holds up only itself; none:

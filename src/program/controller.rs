@@ -442,14 +442,21 @@ async fn expire(copies: Copies) {
     }
 }
 
-/// Cleans up after dead controllers; repeats while a pool or share is not mounted.
+/// Cleans up after dead controllers: soon again while a pool or share is not mounted, or
+/// something is locked, which a controller that died may have left.
 async fn sweep(stores: Stores, kind: StoreKind, part: Option<String>) {
     while let Some(errors) = stores.sweep_part(kind, part.clone()).await {
-        log_errors(&errors, "cannot clean up after earlier controllers");
-        if !errors.iter().any(|error| error.kind() == Kind::Transient) {
-            return;
-        }
-        tokio::time::sleep(CHECK_EVERY).await;
+        let is = |kind| move |error: &ProvisionError| error.kind() == kind;
+        let (locked, failed): (Vec<_>, Vec<_>) = errors.into_iter().partition(is(Kind::InUse));
+        log_errors(&failed, "cannot clean up after earlier controllers");
+        let rest = if failed.iter().any(is(Kind::Transient)) {
+            CHECK_EVERY
+        } else if locked.is_empty() {
+            SWEEP_EVERY
+        } else {
+            SWEEP_LOCKED_EVERY
+        };
+        tokio::time::sleep(rest).await;
     }
 }
 
@@ -500,6 +507,10 @@ const CHECK_EVERY: Duration = Duration::from_secs(15);
 const REST: Duration = Duration::from_secs(5);
 /// Between two checks of the progress of copies.
 const EXPIRE_EVERY: Duration = Duration::from_secs(1);
+/// Between two sweeps of a pool or share.
+const SWEEP_EVERY: Duration = Duration::from_secs(3600);
+/// The same where something was locked. NFS keeps a dead client's locks for 90 s.
+const SWEEP_LOCKED_EVERY: Duration = Duration::from_secs(120);
 /// Between two purges of Ceph's trash.
 const PURGE_EVERY: Duration = Duration::from_secs(300);
 const CHECK_TIMEOUT: Duration = Duration::from_secs(5);

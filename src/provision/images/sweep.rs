@@ -11,7 +11,8 @@ use super::{
 use crate::pool::{Pool, claim, draft};
 
 impl ImageStore {
-    /// Sweeps a pool; returns the failures.
+    /// Sweeps a pool; returns the failures, and what is locked: a call is under way on it, or
+    /// was, and NFS has not noticed yet that its controller died.
     pub(super) fn sweep(&self, pool: &Pool) -> Vec<ProvisionError> {
         if let Err(error) = pool.check_scope() {
             return vec![error.into()];
@@ -35,11 +36,7 @@ impl ImageStore {
 
     fn sweep_kind<K: EntryKind>(&self, pool: &Pool, errors: &mut Vec<ProvisionError>) {
         let catalogue = Catalogue::<K>::of(pool);
-        let mut keep_error = |result| match result {
-            // A call is under way on it.
-            Ok(()) | Err(ProvisionError::Busy(_)) => {}
-            Err(error) => errors.push(error),
-        };
+        let mut keep_error = |result: Result<(), ProvisionError>| errors.extend(result.err());
         match catalogue.reservations() {
             Ok(paths) => paths.iter().for_each(|path| {
                 keep_error(hold_by_path(path).and_then(|held| {
