@@ -70,17 +70,22 @@ fn entries<K: EntryKind, T>(
             break;
         }
         // Gone since it was listed, or on its way out.
-        let entry = match catalogue.ready(id) {
-            Ok(Some(entry)) => entry,
+        let shown = match catalogue.ready(id) {
+            Ok(Some(entry)) => show(&entry),
             Ok(None) => continue,
             // Its own calls fail; it must not hide all the others.
-            Err(error @ (ProvisionError::Corrupt { .. } | ProvisionError::Io { .. })) => {
+            Err(error @ ProvisionError::Corrupt { .. }) => {
                 tracing::warn!(error = error_chain(&error), "not listed");
                 continue;
             }
-            Err(error) => return Err(error),
+            Err(error) => Err(error),
         };
-        entries.extend(show(&entry)?.map(|entry| ListEntry {
+        let shown = match shown {
+            // It passes: an entry that is missing meanwhile would look deleted.
+            Err(ProvisionError::Io { .. }) => what.or_omit(shown),
+            shown => shown,
+        };
+        entries.extend(shown?.map(|entry| ListEntry {
             token: id.to_string(),
             entry,
         }));

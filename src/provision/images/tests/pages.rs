@@ -131,3 +131,37 @@ async fn an_image_whose_record_is_lost_is_left_alone() {
     home.images.delete_snapshot(snapshot, none()).await.unwrap();
     assert_eq!(home.files(), files);
 }
+
+#[tokio::test]
+async fn an_entry_that_cannot_be_read_is_missing_only_where_the_list_says_so() {
+    let home = home();
+    let mut records = Vec::new();
+    for name in ["a", "b", "c"] {
+        let made = home.images.create_volume(new(name, MIB)).await.unwrap();
+        let id = made.context["image"]
+            .strip_suffix(".img")
+            .unwrap()
+            .to_owned();
+        records.push(home.pool().meta_path("volumes").join(format!("{id}.json")));
+    }
+    // Reading it fails, as it may on a bad disk.
+    std::fs::remove_file(&records[1]).unwrap();
+    std::fs::create_dir(&records[1]).unwrap();
+    let whole = home.images.list_volumes(ListRequest::default()).await;
+    assert_eq!(kind(whole), Kind::Transient);
+    let omitted = crate::provision::Omitted::within(std::time::Duration::from_secs(60));
+    let what = ListRequest {
+        omitted: Some(omitted.clone()),
+        ..ListRequest::default()
+    };
+    let listed = home.images.list_volumes(what).await.unwrap().entries;
+    let names: Vec<_> = listed.iter().map(|one| &*one.context["name"]).collect();
+    assert_eq!(names, ["a", "c"]);
+    let [sentence] = &*omitted.take() else {
+        panic!("another number of omissions");
+    };
+    assert!(
+        sentence.contains(records[1].to_str().unwrap()),
+        "{sentence}"
+    );
+}
