@@ -30,7 +30,8 @@
 //!
 //! Images are thin: a sparse file takes space as it is written. A volume's full size counts
 //! as taken, in [`ImageStore::capacity`] and where a volume is made or grown, unless its
-//! class has `overcommit`; only `preallocate` guarantees the space.
+//! class has `overcommit`; only `preallocate` guarantees the space, and not that of blocks
+//! which a reflink shares.
 
 use std::collections::{BTreeMap, HashMap};
 
