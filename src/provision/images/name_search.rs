@@ -43,7 +43,7 @@ impl NameSearch {
     }
 
     /// The complete entry of that name in one of these pools, and the pool. Blocks, for
-    /// [`PATIENCE`] at most.
+    /// [`SEARCH_TIMEOUT`] at most.
     ///
     /// A pool that fails or is silent counts as one without the name: calls on it report
     /// that, and it must not stop calls on others.
@@ -52,7 +52,7 @@ impl NameSearch {
         pools: impl Iterator<Item = &'p Pool>,
         name: &str,
     ) -> Option<(&'p Pool, CatalogueEntry<K>)> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + SEARCH_TIMEOUT;
         let (tell, told) = mpsc::channel();
         let (late, asked): (Vec<_>, Vec<_>) = pools.partition(|pool| self.is_late(pool));
         for pool in &asked {
@@ -107,7 +107,7 @@ impl NameSearch {
         let mut its = under_way
             .range(from..)
             .take_while(|((name, _), _)| *name == pool.name);
-        its.any(|(_, began)| began.elapsed() >= PATIENCE)
+        its.any(|(_, began)| began.elapsed() >= SEARCH_TIMEOUT)
     }
 }
 
@@ -146,7 +146,7 @@ fn lock(
 }
 
 /// How long a call waits for other pools: a fraction of the 10 s that sidecars give a call.
-const PATIENCE: Duration = Duration::from_secs(2);
+const SEARCH_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests {
@@ -164,7 +164,7 @@ mod tests {
         });
         let names = NameSearch::new(&Lanes::new(2));
         let hung = Search::begin(&names, "hung");
-        let long_ago = Instant::now().checked_sub(PATIENCE).unwrap();
+        let long_ago = Instant::now().checked_sub(SEARCH_TIMEOUT).unwrap();
         lock(&names.under_way).insert(hung.key.clone(), long_ago);
         assert_eq!(
             pools.each_ref().map(|pool| names.is_late(pool)),
@@ -172,7 +172,7 @@ mod tests {
         );
         let begun = Instant::now();
         assert!(names.find::<VolumeDetail>(pools.iter(), "pvc").is_none());
-        assert!(begun.elapsed() < PATIENCE);
+        assert!(begun.elapsed() < SEARCH_TIMEOUT);
         drop(hung);
         assert!(!names.is_late(&pools[0]));
         assert!(names.find::<VolumeDetail>(pools.iter(), "pvc").is_none());
