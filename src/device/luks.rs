@@ -296,6 +296,13 @@ pub fn is_whole(under: &BlockDev) -> Result<bool, LuksError> {
     Ok(header.is_some_and(|header| !header.keyslots.is_empty()))
 }
 
+/// Where the data of an encrypted device begins, in bytes, by its header; none if that is
+/// incomplete, or a re-encryption is under way.
+pub fn data_offset(under: &BlockDev) -> Result<Option<u64>, LuksError> {
+    let header = LuksHeader::read(&under.node.to_string_lossy())?;
+    Ok(header.and_then(|header| header.data_offset()))
+}
+
 /// A mapping, and the device below it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {

@@ -12,7 +12,7 @@ use rustix::{fd::AsFd, fs::OFlags};
 
 use super::{context::OnLane, error::Cause, record::Record, spec::Use};
 use crate::{
-    device::{Attachment, Device, DeviceError, FormatMarker, HeldOpen, Source, openers},
+    device::{Attachment, Device, DeviceError, FormatMarker, HeldOpen, Source, luks, openers},
     fs::{
         CommandLine, FsType,
         fsck::{self, FsckError, FsckOutcome},
@@ -91,12 +91,16 @@ fn content_of(
 
 /// Whether the encrypted device was never written where `size` bytes of it show:
 /// its zeros are noise in the clear. The encryption's header stands before them.
+///
+/// The sizes of the two devices do not tell where: the lower one may have grown since the
+/// mapping was opened, and what it has gained is all zeros.
 fn is_unwritten(prober: &Prober, size: u64, under: &BlockDev) -> io::Result<bool> {
-    let header = sysfs::size_bytes(under.dev)?.checked_sub(size);
-    let header = header.ok_or_else(|| io::Error::other("a mapping larger than its device"))?;
+    let Some(begins) = luks::data_offset(under).map_err(io::Error::other)? else {
+        return Ok(false);
+    };
     let mut regions = probe::regions(size);
     for region in &mut regions {
-        region.offset += header;
+        region.offset += begins;
     }
     let file = block::open(&under.node, under.dev, OFlags::DIRECT)?;
     let blocks = prober
@@ -438,3 +442,6 @@ async fn run_child<T>(
     })
     .await
 }
+
+#[cfg(test)]
+mod tests;

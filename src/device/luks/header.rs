@@ -16,6 +16,17 @@ pub(super) struct LuksHeader {
     pub keyslots: BTreeMap<u32, KeySlot>,
     /// Of each type with keys of its own.
     pub tokens: BTreeMap<u32, Value>,
+    /// The areas of data.
+    segments: BTreeMap<u32, DataSegment>,
+}
+
+/// An area of data. A re-encryption under way has several.
+#[derive(Debug, Deserialize)]
+struct DataSegment {
+    #[serde(rename = "type")]
+    kind: String,
+    /// In bytes, as text.
+    offset: String,
 }
 
 /// A key slot; that of a re-encryption under way has no key of a passphrase.
@@ -47,6 +58,15 @@ impl LuksHeader {
         serde_json::from_slice(&dump)
             .map(Some)
             .map_err(|error| failed(format!("read the LUKS header of {node}"))(error.into()))
+    }
+
+    /// Where the data begins, in bytes; none unless all of it is one encrypted area.
+    pub(super) fn data_offset(&self) -> Option<u64> {
+        let mut segments = self.segments.values();
+        match (segments.next(), segments.next()) {
+            (Some(only), None) if only.kind == "crypt" => only.offset.parse().ok(),
+            _ => None,
+        }
     }
 }
 
