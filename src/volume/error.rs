@@ -198,9 +198,9 @@ pub enum Cause {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// A stage failed, and the volume is staged and in use all the same: a final code
-    /// would make kubelet forget that, and never unstage it.
-    #[error("{}; it stays staged as it was", error_chain(.0))]
+    /// A call failed, and the volume is in use, or has data of an earlier call: a final code
+    /// would make kubelet forget the volume, and never unstage it.
+    #[error("{}; it stays as it was", error_chain(.0))]
     Kept(Box<Cause>),
     /// A device was formatted, and is still attached.
     #[error(

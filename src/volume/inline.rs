@@ -3,7 +3,9 @@
 //! Such a volume is staged at a place of the node's own and published from
 //! there, so everything else is as with any other volume. The record of one with an
 //! image is durable and written before the image is made: whatever instruction the
-//! agent dies at, the record names the image that is to be deleted.
+//! agent dies at, the record names the image that is to be deleted. A publish that fails
+//! deletes only what it made itself; what it found is deleted by the unpublish, or once the
+//! pod is gone.
 
 use super::{
     Outcome,
@@ -26,11 +28,17 @@ pub(super) async fn publish(cx: Context<'_>, spec: &Inline) -> Result<Outcome, C
         cx.step("look", || cx.node.places.target(&target).map(drop))
     })
     .await?;
+    // Of an earlier call: it may hold what a pod wrote before a reboot.
+    let record = cx.volume.record();
+    let existed = record.is_some_and(|record| record.outlives_reboot());
     stage::stage(cx, &spec.stage).await?;
     let cause = match publish::publish(cx, &spec.publish).await {
         Ok(published) => return Ok(published),
         Err(cause) => cause,
     };
+    if existed {
+        return Err(stage::kept(cause));
+    }
     // After a final error no unpublish follows.
     match cx.on_lane(|cx| Box::pin(undo(cx))).await {
         Ok(()) => Err(cause),

@@ -251,6 +251,10 @@ impl Staging<'_> {
             // Pods use it.
             return Err(kept(cause));
         }
+        if before.is_some() && record.outlives_reboot() {
+            // The image is an earlier call's, and may hold what a pod wrote before a reboot.
+            return Err(kept(cause));
+        }
         match unstage::tear_down(cx, &record).await {
             Ok(()) => Err(cause),
             Err(undo) => Err(cause.not_undone(undo)),
@@ -516,7 +520,8 @@ fn make_room(place: &SafePath) -> Result<(), Cause> {
     Ok(())
 }
 
-fn kept(cause: Cause) -> Cause {
+/// The failure of a call that leaves the volume as it was before the call.
+pub(super) fn kept(cause: Cause) -> Cause {
     Cause::Kept(Box::new(cause))
 }
 

@@ -1,11 +1,12 @@
 //! Inline ephemeral volumes: created by their pod's publish, deleted by its unpublish.
 
-use std::{collections::HashMap, fs, io::ErrorKind, time::Duration};
+use std::{collections::HashMap, fs, io::ErrorKind, path::Path, time::Duration};
 
+use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use testkit::{
     Content, Fault as _, HungPool, MIB, Node, NodeSetup, Phase, Sandbox, StuckFile, Volume,
-    crash_at_each_step, files_below, hex, refused, run, story,
+    crash_at_each_step, files_below, hex, loops_over, mounts_below, refused, run, story,
 };
 use tonic::Code::{
     DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable,
@@ -144,6 +145,46 @@ fn the_image_of_an_inline_volume_is_deleted_once_its_pool_is_back() {
         node.kill9().await;
         node.restart().await;
         run(&["mount", "--bind", real, pool]);
+        node.unpublish(&volume, "pod").await.unwrap();
+        assert_eq!(images(sandbox), [""; 0]);
+        node.assert_clean().await;
+    });
+}
+
+/// As a reboot leaves it: only the image and the record.
+#[test]
+fn an_inline_volume_that_outlived_a_reboot_survives_a_publish_that_fails() {
+    story(async |sandbox| {
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
+        let volume = inline("kept");
+        node.send_publish(publish(&node, &volume)).await.unwrap();
+        let target = node.target(&volume, "pod");
+        let content = Content::new("before the reboot");
+        content.write(&target.join("file"));
+        node.kill9().await;
+        for mount in mounts_below(&node.run_dir).iter().chain([&target]) {
+            run(&["umount", mount.to_str().unwrap()]);
+        }
+        for device in loops_over(Path::new(&images(sandbox)[0])) {
+            run(&["losetup", "--detach", device.to_str().unwrap()]);
+        }
+        let records = files_below(&node.state_dir.join("inline"));
+        let file = records.first().expect("a record");
+        let mut record: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+        record["boot_id"] = json!("another");
+        fs::write(file, record.to_string()).unwrap();
+
+        let at = target.to_str().unwrap();
+        run(&["mount", "-t", "tmpfs", "none", at]);
+        node.restart().await;
+        for _ in 0..2 {
+            let answer = node.send_publish(publish(&node, &volume)).await;
+            let words = ["something else is mounted", "it stays as it was"];
+            refused(answer, Unavailable, &words);
+        }
+        run(&["umount", at]);
+        node.send_publish(publish(&node, &volume)).await.unwrap();
+        content.assert_in(&target.join("file"));
         node.unpublish(&volume, "pod").await.unwrap();
         assert_eq!(images(sandbox), [""; 0]);
         node.assert_clean().await;
