@@ -278,7 +278,7 @@ impl Inventory {
                 record.phase = Phase::Unstaging;
             }
             let targets = match (&record.device, record.root_dev) {
-                (Some(device), _) => targets(index.of_device(device), &record, device),
+                (Some(device), _) => targets(index.of_device(device), &record, device, places),
                 (None, Some(dev)) if record.inline.is_some() => {
                     let target = record.inline.as_ref();
                     let at_target = |entry: &&MountEntry| target == Some(&entry.mount_point);
@@ -482,10 +482,14 @@ fn targets<'a>(
                     read_only: entry.own_read_only,
                 },
             )
+    places: &Places,
         })
         .collect()
 }
 
+        // No call publishes a volume elsewhere, nor unpublishes it. A mount there keeps the
+        // device busy, so it is not detached.
+        .filter(|entry| places.has(&entry.mount_point))
 /// The mounts of a superblock that are bound to a volume's staged mount. Where kubelet's
 /// directory is shared, each mount made there has a group of peers, which its bind mounts join.
 fn peers_of_staged<'a>(
@@ -676,7 +680,7 @@ fn find(
         found: true,
     };
     let targets = (record.device.as_ref())
-        .map(|device| targets(mounts.iter(), &record, device))
+        .map(|device| targets(mounts.iter(), &record, device, places))
         .unwrap_or_default();
     Ok(Some(Held { record, targets }))
 }

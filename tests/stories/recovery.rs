@@ -68,6 +68,35 @@ fn an_unrecorded_attach_of_a_killed_agent_waits_for_its_pool() {
 }
 
 #[test]
+fn a_mount_outside_of_kubelets_directory_is_no_target_after_a_restart() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for kind in ["ext4", "block"] {
+            let volume = sandbox.volume_in("main", kind, kind, 64 * MIB);
+            let target = node.up(&volume, "pod").await;
+            let outside = sandbox.dir().join(format!("outside-{kind}"));
+            if volume.is_block() {
+                fs::write(&outside, "").unwrap();
+            } else {
+                fs::create_dir(&outside).unwrap();
+            }
+            let [target, outside] = [&target, &outside].map(|path| path.to_str().unwrap());
+            run(&["mount", "--bind", target, outside]);
+            node.kill9().await;
+            node.restart().await;
+            node.unpublish(&volume, "pod").await.unwrap();
+            if !volume.is_block() {
+                let answer = node.unstage(&volume).await;
+                refused(answer, Code::Aborted, &["is busy"]);
+            }
+            run(&["umount", outside]);
+            node.unstage(&volume).await.unwrap();
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn an_agent_serves_before_its_volumes_are_recovered() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
