@@ -90,17 +90,17 @@ fn on_lane(cx: OnLane<'_>, record: &Record, spec: &Expand) -> Result<Outcome, Ca
         });
     }
     if let Use::Mount { .. } = record.usage {
-        let mount_point = record.mount_point();
         // Another driver may have mounted a file system that this one does not know.
         let fs = record.fs.ok_or_else(|| {
-            let at = mount_point.display();
+            let at = record.mount_point();
             Cause::precondition(format!(
-                "the file system mounted at {at} is of a type that this driver cannot grow"
+                "the file system mounted at {} is of a type that this driver cannot grow",
+                at.display()
             ))
         })?;
         // An encryption layer takes some of the source's size.
         let clear = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
-        let grown = mounted::grow(cx, &mount_point, fs, clear)?;
+        let grown = mounted::grow(cx, record, fs, clear)?;
         tracing::info!(
             volume_id = cx.volume.id,
             before = grown.before,

@@ -7,7 +7,7 @@ use rustix::{
     fs::{Gid, Mode, OFlags, Uid, fchmod, fchown, fstat, openat},
 };
 
-use super::{already, context::OnLane, error::Cause, spec::RootAccess};
+use super::{already, context::OnLane, error::Cause, publish, record::Record, spec::RootAccess};
 use crate::{
     device::{Device, Source},
     fs::{
@@ -34,17 +34,16 @@ pub(super) fn fs_of(place: &SafePath, device: &Device) -> Result<Option<(FsType,
     Ok(fs.map(|fs| (fs, mounted.dev)))
 }
 
-/// Grows the file system that is mounted at the path to its device's size.
+/// Grows the volume's mounted file system to its device's size.
 pub(super) fn grow(
     cx: OnLane<'_>,
-    mount_point: &Path,
+    record: &Record,
     fs: FsType,
     size: u64,
 ) -> Result<grow::Grown, Cause> {
     cx.step("grow", || {
-        let place = cx.node.places.staging(mount_point)?;
-        let failed = Cause::io(format!("open {}", place.path().display()));
-        let root = place.open().map_err(failed)?;
+        // Without its mount the path leads to the node's own file system.
+        let root = publish::open_staged(cx, record)?;
         Ok(grow::grow(fs, root.as_fd(), size)?)
     })
 }

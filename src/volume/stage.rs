@@ -293,7 +293,7 @@ impl Staging<'_> {
                 (record.fs, record.root_dev) = (Some(fs), Some(root_dev));
                 if !spec.read_only {
                     // The agent that mounted it may have died before it grew it.
-                    self.grow_to_device(device, fs)?;
+                    self.grow_to_device(record, device, fs)?;
                 }
             } else {
                 let (prepared, held) =
@@ -303,7 +303,7 @@ impl Staging<'_> {
                 formatted = prepared.found.is_none();
                 let larger = |info: &FsInfo| grow::needed(info, prepared.device_bytes);
                 if !spec.read_only && prepared.found.as_ref().is_some_and(larger) {
-                    self.grow_to_device(device, prepared.fs)?;
+                    self.grow_to_device(record, device, prepared.fs)?;
                 }
             }
             if let Some(names) = spec.source.encrypted_directory() {
@@ -488,10 +488,10 @@ impl Staging<'_> {
     }
 
     /// A clone may be larger than the file system that it was cloned from.
-    fn grow_to_device(self, device: &Device, fs: FsType) -> Result<(), Cause> {
+    fn grow_to_device(self, record: &Record, device: &Device, fs: FsType) -> Result<(), Cause> {
         let cx = self.cx;
         let size = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
-        match mounted::grow(cx, self.place.path(), fs, size) {
+        match mounted::grow(cx, record, fs, size) {
             Err(Cause::Grow(
                 error @ (GrowError::NeedsCapability { .. } | GrowError::TooSmall { .. }),
             )) => {

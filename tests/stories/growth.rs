@@ -63,6 +63,22 @@ fn ext4_does_not_grow_in_use_without_the_capability() {
     });
 }
 
+/// Below the mount that is gone is a directory of the node's own file system.
+#[test]
+fn only_the_volumes_own_file_system_grows() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "ext4");
+        let target = node.up(&volume, "pod").await;
+        run(&["umount", node.staging(&volume).to_str().unwrap()]);
+        enlarge(sandbox, &volume, 128 * MIB);
+        let answer = node.expand(&volume, &target, 128 * MIB).await;
+        refused(answer, FailedPrecondition, &["is gone", "stage it again"]);
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
 fn grows_in_use(kind: &'static str, small: u64, large: u64) {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
