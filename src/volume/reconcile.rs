@@ -50,7 +50,7 @@ use crate::{
 /// How many volumes of another driver are examined at once.
 const AT_ONCE: usize = 8;
 
-/// Between two tries to read the records of inline volumes.
+/// Between two tries to read the records of inline volumes, or to delete one.
 const RETRY: Duration = Duration::from_secs(5);
 
 /// How long the state directory may take before it is reported.
@@ -436,22 +436,45 @@ fn release_stale_claims(node: &Node) {
     }
 }
 
-/// Deletes an inline volume whose pod is gone, since no caller will unpublish it.
+/// Deletes an inline volume whose pod is gone, since no caller will unpublish it. Its pool
+/// may be away: then it is deleted once the pool is back.
 fn delete_orphan(node: &Arc<Node>, id: String, target: PathBuf) {
     tracing::info!(volume_id = id, target = %target.display(), "deleting orphaned inline volume");
     let node = node.clone();
     ring::spawn(async move {
-        let deleted = node
-            .submit(id.clone(), Call::Unpublish(target).into(), Duration::MAX)
-            .await;
-        if let Err(error) = deleted {
-            tracing::error!(
-                volume_id = id,
-                error = error_chain(&*error),
-                "cannot delete orphaned inline volume"
-            );
+        let mut last_error = String::new();
+        while let Err(error) = try_delete(&node, &id, &target).await {
+            if error != last_error {
+                tracing::error!(
+                    volume_id = id,
+                    error,
+                    "cannot delete orphaned inline volume; trying again"
+                );
+                last_error = error;
+            }
+            tokio::time::sleep(RETRY).await;
         }
     });
+}
+
+/// Deletes an orphaned inline volume, unless it is one no more: a pod has its target again.
+/// Fails with the error in words.
+async fn try_delete(node: &Arc<Node>, id: &str, target: &Path) -> Result<(), String> {
+    let (places, at) = (node.places.clone(), target.to_owned());
+    let look = move || Ok(absent_is_none(places.target(&at))?.is_some());
+    let looked: Result<bool, Cause> = node.lanes.run(id, "find", look).await;
+    let has_pod = looked.map_err(|cause| error_chain(&cause.of(id)))?;
+    if has_pod {
+        return Ok(());
+    }
+    let call = Call::Unpublish(target.to_owned());
+    let deleted = node
+        .clone()
+        .submit(id.to_owned(), call.into(), Duration::MAX);
+    deleted
+        .await
+        .map(drop)
+        .map_err(|error| error_chain(&*error))
 }
 
 /// The mounts of a device other than at its staging path.
@@ -459,10 +482,14 @@ fn targets<'a>(
     mounts: impl Iterator<Item = &'a MountEntry>,
     record: &Record,
     device: &Device,
+    places: &Places,
 ) -> BTreeMap<PathBuf, Target> {
     let staged_at = record.mount_point();
     mounts
         .filter(|entry| entry.mount_point != staged_at)
+        // No call publishes a volume elsewhere, nor unpublishes it. A mount there keeps the
+        // device busy, so it is not detached.
+        .filter(|entry| places.has(&entry.mount_point))
         .filter(|entry| match record.usage {
             Use::Mount { .. } => {
                 (entry.dev == device.dev || Path::new(&entry.source) == device.node)
@@ -482,14 +509,10 @@ fn targets<'a>(
                     read_only: entry.own_read_only,
                 },
             )
-    places: &Places,
         })
         .collect()
 }
 
-        // No call publishes a volume elsewhere, nor unpublishes it. A mount there keeps the
-        // device busy, so it is not detached.
-        .filter(|entry| places.has(&entry.mount_point))
 /// The mounts of a superblock that are bound to a volume's staged mount. Where kubelet's
 /// directory is shared, each mount made there has a group of peers, which its bind mounts join.
 fn peers_of_staged<'a>(

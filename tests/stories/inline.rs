@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use testkit::{
     Content, Fault as _, HungPool, MIB, Node, NodeSetup, Phase, Sandbox, StuckFile, Volume,
-    crash_at_each_step, files_below, hex, loops_over, mounts_below, refused, run, story,
+    crash_at_each_step, eventually, files_below, hex, loops_over, mounts_below, refused, run,
+    story,
 };
 use tonic::Code::{
     DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable,
@@ -147,6 +148,33 @@ fn the_image_of_an_inline_volume_is_deleted_once_its_pool_is_back() {
         run(&["mount", "--bind", real, pool]);
         node.unpublish(&volume, "pod").await.unwrap();
         assert_eq!(images(sandbox), [""; 0]);
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_image_of_a_pod_that_is_gone_is_deleted_once_its_pool_is_back() {
+    story(async |sandbox| {
+        let (real, pool) = (sandbox.pool("real"), sandbox.pool("main"));
+        let [real, pool] = [&real, &pool].map(|path| path.to_str().unwrap());
+        run(&["mount", "--bind", real, pool]);
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
+        let volume = inline("orphan");
+        node.send_publish(publish(&node, &volume)).await.unwrap();
+        node.kill9().await;
+        let target = node.target(&volume, "pod");
+        run(&["umount", target.to_str().unwrap()]);
+        fs::remove_dir_all(target.ancestors().nth(3).unwrap()).unwrap();
+        // The attached image keeps it alive.
+        run(&["umount", "--lazy", pool]);
+        node.restart().await;
+        node.wait_for_log("cannot delete orphaned inline volume")
+            .await;
+        run(&["mount", "--bind", real, pool]);
+        eventually("the image is deleted", async || {
+            images(sandbox).is_empty().then_some(())
+        })
+        .await;
         node.assert_clean().await;
     });
 }
