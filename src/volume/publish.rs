@@ -90,13 +90,12 @@ struct Publishing<'a> {
 impl Publishing<'_> {
     fn run(self) -> Result<(), Cause> {
         let done = self.find_or_bind()?;
-        let locked = self.lock();
-        if done == Done::Already || locked.is_ok() {
-            let read_only = self.read_only;
-            let target = Target { read_only };
-            self.cx.volume.set_target(&self.spec.target_path, target);
-        }
-        if done == Done::Now && locked.is_ok() {
+        // Before the lock: if that fails, the volume is at the target all the same.
+        let read_only = self.read_only;
+        let target = Target { read_only };
+        self.cx.volume.set_target(&self.spec.target_path, target);
+        self.lock()?;
+        if done == Done::Now {
             tracing::info!(
                 volume_id = self.record.volume_id,
                 target_path = %self.spec.target_path.display(),
@@ -104,7 +103,7 @@ impl Publishing<'_> {
                 "published"
             );
         }
-        locked
+        Ok(())
     }
 
     fn find_or_bind(self) -> Result<Done, Cause> {
