@@ -1,7 +1,10 @@
 //! Descriptor locks: loop devices over the node of a published device, which
 //! keep its number from going to another one.
 
-use std::path::{Path, PathBuf};
+use std::{
+    os::fd::BorrowedFd,
+    path::{Path, PathBuf},
+};
 
 use super::{
     error::{DeviceError, io},
@@ -34,13 +37,13 @@ pub fn unlock(dev: Dev, which: &Unlock) -> Result<Vec<DescriptorLock>, DeviceErr
     Ok(locks)
 }
 
-/// Takes kubelet's descriptor lock over a published device node, unless it is
-/// taken.
-pub fn lock(dev: Dev, node: &Path) -> Result<Done, DeviceError> {
-    let locks = loopdev::locks_on(dev, &[node.to_owned()]).map_err(io("list the loop devices"))?;
-    if locks.iter().any(|lock| lock.backing_path == node) {
+/// Takes kubelet's descriptor lock over the node of `dev` that is published at the path and
+/// open as `node`, unless it is taken.
+pub fn lock(dev: Dev, path: &Path, node: BorrowedFd<'_>) -> Result<Done, DeviceError> {
+    let locks = loopdev::locks_on(dev, &[path.to_owned()]).map_err(io("list the loop devices"))?;
+    if locks.iter().any(|lock| lock.backing_path == path) {
         return Ok(Done::Already);
     }
-    loopdev::lock_over(node)?;
+    loopdev::lock_over(dev, path, node)?;
     Ok(Done::Now)
 }

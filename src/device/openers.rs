@@ -192,6 +192,7 @@ fn has_open(process: &OpenerProcess, dev: Dev) -> bool {
 mod tests {
     use std::{
         io::{BufRead, BufReader},
+        os::fd::AsFd as _,
         process::{Child, Command, Stdio},
     };
 
@@ -289,7 +290,8 @@ mod tests {
         assert!(ours());
         drop(opener);
 
-        let device = loopdev::lock_over(&scratch.device.node).unwrap();
+        let node = &scratch.device.node;
+        let device = loopdev::lock_over(dev, node, scratch.open().as_fd()).unwrap();
         let lock = loopdev::locks_on(dev, &[]).unwrap().remove(0);
         assert_eq!(lock.device, device);
         let expected = Opener::Loop {

@@ -313,7 +313,13 @@ impl Publishing<'_> {
             return Ok(());
         }
         let dev = self.record.attached_device()?.dev;
-        let lock = || device::descriptor_lock::lock(dev, &self.spec.target_path);
+        let place = self.cx.node.places.target(&self.spec.target_path)?;
+        let lock = || {
+            let failed = Cause::io(format!("open {}", place.path().display()));
+            let target = place.open().map_err(failed)?;
+            let locked = device::descriptor_lock::lock(dev, place.path(), target.as_fd());
+            Ok::<_, Cause>(locked?)
+        };
         already("lock", self.cx.step("lock", lock)?);
         if self.spec.lock {
             // Left over a target that was unmounted without a call; kubelet releases its own.

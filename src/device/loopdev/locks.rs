@@ -6,17 +6,17 @@
 //! restarted at the wrong moment.
 
 use std::{
-    fs::File,
     io,
+    os::fd::{AsRawFd as _, BorrowedFd},
     path::{Path, PathBuf},
 };
 
-use rustix::io::Errno;
+use rustix::{fs::OFlags, io::Errno};
 
 use super::{LoopDevice, LoopError, LoopOptions, attach, backing_path, configured, is, release};
 use crate::{
     Detached,
-    kernel::{Dev, sysfs},
+    kernel::{Dev, block, sysfs},
 };
 
 /// A loop device over a block device's node.
@@ -35,23 +35,25 @@ impl DescriptorLock {
     }
 }
 
-/// Puts a loop device over a block device's node, as kubelet does, so that the
-/// device's number can't be given to another one.
-pub fn lock_over(node: &Path) -> Result<LoopDevice, LoopError> {
+/// Puts a loop device over a node of `dev`, as kubelet does, so that the device's number
+/// can't be given to another one. The node is at the path, and open as `node`, which may be
+/// `O_PATH`: the path may lead elsewhere by now.
+pub fn lock_over(dev: Dev, path: &Path, node: BorrowedFd<'_>) -> Result<LoopDevice, LoopError> {
     let refused = |source| LoopError::Attach {
-        image: node.to_owned(),
+        image: path.to_owned(),
         node: PathBuf::from("a loop device"),
         source,
     };
+    let opened = format!("/proc/self/fd/{}", node.as_raw_fd());
     // A lock neither reads nor writes.
-    let file = File::open(node).map_err(refused)?;
+    let file = block::open(Path::new(&opened), dev, OFlags::RDONLY).map_err(refused)?;
     let options = LoopOptions {
         read_only: true,
         direct_io: false,
         sector_size: 0,
-        name: node,
+        name: path,
     };
-    Ok(attach(&file, &options)?.0)
+    Ok(attach(&file.into(), &options)?.0)
 }
 
 /// The locks over a block device: over the paths in `known`, and over any other

@@ -318,7 +318,14 @@ fn a_lock_is_found_by_its_device_and_removed() {
     let scratch = Scratch::new(MIB);
     let dev = scratch.device.dev;
     assert_eq!(locks_on(dev, &[]).unwrap(), []);
-    let device = lock_over(&scratch.device.node).unwrap();
+    let node = scratch.device.node.clone();
+    let elsewhere = Scratch::new(MIB);
+    let _ = lock_over(dev, &node, elsewhere.open().as_fd()).unwrap_err();
+    // The path tells nothing.
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let opened = rustix::fs::open(&node, flags, Mode::empty()).unwrap();
+    let device = lock_over(dev, Path::new("/dev/null"), opened.as_fd()).unwrap();
+    drop(opened);
     let lock = DescriptorLock {
         device,
         backing_path: scratch.device.node.clone(),
