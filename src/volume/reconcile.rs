@@ -487,8 +487,8 @@ fn targets<'a>(
     let staged_at = record.mount_point();
     mounts
         .filter(|entry| entry.mount_point != staged_at)
-        // No call publishes a volume elsewhere, nor unpublishes it. A mount there keeps the
-        // device busy, so it is not detached.
+        // No call publishes a volume elsewhere, nor unpublishes it. A file system that is
+        // mounted there keeps the device busy, so it is not detached.
         .filter(|entry| places.has(&entry.mount_point))
         .filter(|entry| match record.usage {
             Use::Mount { .. } => {
