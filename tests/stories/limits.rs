@@ -257,9 +257,8 @@ fn the_agent_raises_its_limit_of_descriptors() {
         let [soft, hard] = [words[3], words[4]];
         assert_eq!(soft, hard, "{limits}");
         if hard != "unlimited" {
-            let log = node.log();
-            for word in ["10000000 volumes", "RLIMIT_NOFILE", hard] {
-                assert!(log.contains(word), "{word}: {log}");
+            for words in ["10000000 volumes", "RLIMIT_NOFILE", hard] {
+                node.wait_for_log(words).await;
             }
         }
         node.assert_clean().await;
