@@ -394,7 +394,7 @@ fn a_node_without_its_pool_or_clusters_is_not_ready_until_they_appear() {
         let missing = [pool.to_str().unwrap(), config.to_str().unwrap()];
         until("503", &missing).await;
         for word in missing {
-            assert!(node.log().contains(word), "{word}: {}", node.log());
+            node.wait_for_log(word).await;
         }
         assert_eq!(node.probe().await, Some(true));
         // Volumes of reachable pools and clusters work.

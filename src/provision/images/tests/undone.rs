@@ -78,8 +78,8 @@ async fn a_create_that_is_not_undone_has_no_final_error() {
         async move { images.create_volume(copy).await }
     };
     let pin = async || home.pinned("names", "copy");
-    let (made, pinned) = halfway(&copies, make(), pin).await;
-    check(&made.unwrap_err(), "node-a");
+    let (answer, pinned) = halfway(&copies, make(), pin).await;
+    check(&answer.unwrap_err(), "node-a");
     drop(pinned);
     assert_eq!(kind(make().await), Kind::Precondition);
     assert_eq!(home.files(), before);
@@ -90,8 +90,8 @@ async fn a_create_that_is_not_undone_has_no_final_error() {
         async move { images.create_snapshot(taken).await }
     };
     let pin = async || home.pinned("snapnames", "taken");
-    let (taken, pinned) = halfway(&copies, take(), pin).await;
-    check(&taken.unwrap_err(), "node-a");
+    let (answer, pinned) = halfway(&copies, take(), pin).await;
+    check(&answer.unwrap_err(), "node-a");
     drop(pinned);
     assert_eq!(kind(take().await), Kind::Precondition);
     assert_eq!(home.files(), before);
@@ -135,8 +135,8 @@ async fn a_create_that_lost_its_name_leaves_it_to_the_next_one() {
     let copy = copy_of("copy", MIB, source);
     let (at_once, other) = (copy.clone(), home.images.clone());
     let reservation = home.reservation("names", "copy");
-    let make = async move { late.create_volume(at_once).await };
-    let (lost, made) = halfway(&copies, make, async || {
+    let first = async move { late.create_volume(at_once).await };
+    let (lost, made) = halfway(&copies, first, async || {
         std::fs::remove_file(&reservation).unwrap();
         other.create_volume(copy.clone()).await.unwrap()
     })
