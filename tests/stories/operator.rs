@@ -362,10 +362,12 @@ fn a_hung_pool_delays_no_create_in_another() {
         disk.stop_all();
         operator.json(&["create", "v", "64Mi", "--pool", "main"]);
         let other = operator.json(&["create", "other", "64Mi", "--pool", "main"]);
-        operator.json(&["snapshot", "create", "other", "as-it-was"]);
+        let other = other["volume_id"].as_str().unwrap();
+        // uringctl would look for the name in all pools.
+        let snapshot = controller.snapshot(other, "as-it-was").await.unwrap();
         let message = CreateVolumeGroupSnapshotRequest {
             name: "group".to_owned(),
-            source_volume_ids: vec![other["volume_id"].as_str().unwrap().to_owned()],
+            source_volume_ids: vec![other.to_owned()],
             ..Default::default()
         };
         let mut client = GroupControllerClient::new(controller.channel());
@@ -373,7 +375,10 @@ fn a_hung_pool_delays_no_create_in_another() {
         let group = taken.into_inner().group_snapshot.unwrap();
         disk.resume();
         operator.json(&["snapshot", "group", "delete", &group.group_snapshot_id]);
-        operator.json(&["snapshot", "delete", "as-it-was"]);
+        controller
+            .delete_snapshot(&snapshot.snapshot_id)
+            .await
+            .unwrap();
         operator.json(&["delete", "v", "other"]);
         node.assert_clean().await;
     });
