@@ -9,9 +9,9 @@
 //! user, until that is removed.
 //!
 //! Ceph's manager does the work, if it runs (`rbd task add trash remove`): it repeats what
-//! fails, and survives this process. Else, and in a full pool, this process does, and removes an image with its
-//! last clone, if it is listed. [`TrashPurger::sweep`] retries the rest, at the start
-//! and periodically.
+//! fails, and survives this process. Else, and in a full pool, this process does, and removes
+//! an image with its last clone, if it is listed. [`TrashPurger::sweep`] retries the rest, at
+//! the start and periodically.
 //!
 //! Each replica of a controller sweeps, and librbd does not expect two clients that remove
 //! one image: one breaks the image's lock, and the cluster fences the other; librbd 16.2 may
