@@ -3,12 +3,13 @@
 //! A file is written as the draft `.NAME.new` in the same directory, and renamed. So a
 //! reader sees the old bytes or the new, and a crash leaves at worst a draft that the
 //! next replacement overwrites; listings skip names that begin with a dot.
-//! Each path has one writer at a time.
+//! Each path has one writer at a time. A [`PageFile`] is renamed once, and then overwritten
+//! in place.
 
 use std::{
     fs::{self, File},
     io::{self, Write as _},
-    os::unix::fs::OpenOptionsExt as _,
+    os::unix::fs::{FileExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
 };
 
@@ -26,6 +27,11 @@ pub enum FileDurability {
 /// Makes `bytes` the content of `path`, at once or not at all. The file is readable by
 /// its owner alone.
 pub fn replace(path: &Path, bytes: &[u8], durability: FileDurability) -> io::Result<()> {
+    rename_over(path, bytes, durability).map(drop)
+}
+
+/// [`replace`]; returns the file.
+fn rename_over(path: &Path, bytes: &[u8], durability: FileDurability) -> io::Result<File> {
     let (directory, new) = directory_and_draft(path)?;
     let mut file = File::options()
         .write(true)
@@ -43,8 +49,46 @@ pub fn replace(path: &Path, bytes: &[u8], durability: FileDurability) -> io::Res
     if durability == FileDurability::Durable {
         File::open(directory)?.sync_all()?;
     }
-    Ok(())
+    Ok(file)
 }
+
+/// A file of text that outlives a crash of the process, and is written several times. While
+/// it fits into a page it is padded to one with spaces, so that it can be overwritten in
+/// place: the kernel copies the bytes of one page between two looks for a signal
+/// (`generic_perform_write`), so a killed process leaves the old ones or the new. To rename a
+/// draft each time takes three calls more and an inode.
+#[derive(Debug)]
+pub struct PageFile {
+    path: PathBuf,
+    /// Open, while it is one page.
+    page: Option<File>,
+}
+
+impl PageFile {
+    /// The file at `path`, which is neither opened nor made yet.
+    pub const fn new(path: PathBuf) -> Self {
+        Self { path, page: None }
+    }
+
+    /// Makes `bytes`, and spaces after them, its content.
+    pub fn write(&mut self, mut bytes: Vec<u8>) -> io::Result<()> {
+        let fits = bytes.len() <= PAGE;
+        if fits {
+            bytes.resize(PAGE, b' ');
+        }
+        if let Some(page) = self.page.as_ref().filter(|_| fits) {
+            page.write_all_at(&bytes, 0)?;
+            crash_point();
+            return Ok(());
+        }
+        let file = rename_over(&self.path, &bytes, FileDurability::Volatile)?;
+        self.page = fits.then_some(file);
+        Ok(())
+    }
+}
+
+/// Bytes of a page, on every architecture at least.
+const PAGE: usize = 4096;
 
 /// Removes `path`. Where that is to be durable its directory is synced even if the file
 /// was gone: the call that removed it may have died before it synced.
@@ -81,9 +125,32 @@ fn directory_and_draft(path: &Path) -> io::Result<(&Path, PathBuf)> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 
     use super::*;
+
+    #[test]
+    fn a_page_is_overwritten_in_place_and_a_longer_file_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("record.json");
+        let inode = || fs::metadata(&path).unwrap().ino();
+        let mut file = PageFile::new(path.clone());
+        let mut write = |length: usize| {
+            file.write(vec![b'x'; length]).unwrap();
+            let text = fs::read_to_string(&path).unwrap();
+            assert_eq!(text.trim_end_matches(' ').len(), length);
+            assert_eq!(text.len(), length.max(4096));
+            inode()
+        };
+        let first = write(605);
+        assert_eq!([write(4096), write(1)], [first, first]);
+        let long = write(4097);
+        let again = write(20);
+        assert_ne!(first, long);
+        assert_ne!(long, again);
+        assert_eq!(write(21), again);
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 1);
+    }
 
     #[test]
     fn a_replaced_file_reads_back_and_leaves_no_draft() {

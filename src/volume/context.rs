@@ -10,7 +10,7 @@ use std::{
     io,
     ops::Deref,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use futures_util::future::BoxFuture;
@@ -21,7 +21,7 @@ use super::{
     error::Cause,
     held::Volume,
     progress::{Progress, StepResult},
-    record::{Phase, Record},
+    record::{Phase, Record, RecordFile},
 };
 use crate::{
     admission::{Entry, Gate, Permit},
@@ -40,7 +40,11 @@ pub(super) struct Context<'a> {
 
 /// A call under way, on its volume's lane.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct OnLane<'a>(Context<'a>);
+pub(super) struct OnLane<'a> {
+    cx: Context<'a>,
+    /// The record's, while this call changes it.
+    file: &'a Mutex<RecordFile>,
+}
 
 impl Context<'_> {
     /// The record of the volume, which must be staged.
@@ -77,7 +81,8 @@ impl Context<'_> {
                 progress: &progress,
                 secrets: &secrets,
             };
-            work(OnLane(cx)).await
+            let file = Mutex::default();
+            work(OnLane { cx, file: &file }).await
         };
         let id = &self.volume.id;
         self.node.lanes.drive(id, work.in_current_span()).await
@@ -131,7 +136,7 @@ impl<'a> Deref for OnLane<'a> {
     type Target = Context<'a>;
 
     fn deref(&self) -> &Context<'a> {
-        &self.0
+        &self.cx
     }
 }
 
@@ -146,7 +151,8 @@ impl OnLane<'_> {
 impl OnLane<'_> {
     /// Writes the volume's record, then holds it in memory.
     pub(super) async fn remember(self, record: &Record) -> Result<(), Cause> {
-        self.change_record(record, || self.node.records.save(record))
+        let save = || self.node.records.save(record, &mut self.file());
+        self.change_record(record, save)
             .await
             .map_err(Cause::io("write the volume's record"))?;
         self.volume.hold_record(record.clone());
@@ -155,11 +161,19 @@ impl OnLane<'_> {
 
     /// Forgets the volume, on disk and here.
     pub(super) async fn forget(self, record: &Record) -> Result<(), Cause> {
-        self.change_record(record, || self.node.records.forget(record))
+        let forget = || {
+            *self.file() = RecordFile::default();
+            self.node.records.forget(record)
+        };
+        self.change_record(record, forget)
             .await
             .map_err(Cause::io("remove the volume's record"))?;
         self.volume.hold(None);
         Ok(())
+    }
+
+    fn file(&self) -> MutexGuard<'_, RecordFile> {
+        self.file.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Changes the volume's record. That of an inline volume's image is on a disk, which may

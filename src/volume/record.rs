@@ -1,7 +1,8 @@
 //! The records of volumes, and where they are.
 //!
 //! Two stores: records of state that dies with the kernel (devices, mounts) are below the
-//! run directory, a tmpfs: one file a volume, written and renamed, never synced. Records
+//! run directory, a tmpfs: one file a volume, written and renamed by a call's first change
+//! and overwritten in place by its later ones ([`RecordFile`]), never synced. Records
 //! of state that outlives a reboot (an inline volume's image) are synced below the state
 //! directory, on the volume's lane: if its disk hangs, other volumes' records are written
 //! all the same. A record says what the agent set out to do; the kernel says how far it
@@ -20,7 +21,7 @@ use crate::{
     capability::AccessMode,
     device::{Device, Source},
     digest,
-    file::{self, FileDurability},
+    file::{self, FileDurability, PageFile},
     fs::FsType,
     kernel::Dev,
     mount::Mounted,
@@ -218,6 +219,11 @@ pub struct Held {
     pub targets: BTreeMap<PathBuf, Target>,
 }
 
+/// The file of a volume's record while a call changes it, none before the first change. The
+/// file of another call may have been removed since.
+#[derive(Debug, Default)]
+pub struct RecordFile(Option<PageFile>);
+
 /// The records on disk.
 #[derive(Clone, Debug)]
 pub struct Records {
@@ -263,12 +269,19 @@ impl Records {
         Ok(all.into_iter().map(|(_, record)| record).collect())
     }
 
-    /// Writes the record of a volume down. Of an inline volume with an image it
-    /// blocks until its disk has it; of others it is in the memory of a tmpfs.
-    pub fn save(&self, record: &Record) -> io::Result<()> {
+    /// Writes the record of a volume down; `file` is the one that this call wrote before. Of
+    /// an inline volume with an image it blocks until its disk has it; of others it is in the
+    /// memory of a tmpfs.
+    pub fn save(&self, record: &Record, file: &mut RecordFile) -> io::Result<()> {
         let bytes = serde_json::to_vec(record)?;
         let (path, durability) = self.file_of(&record.volume_id, record.outlives_reboot());
-        file::replace(&path, &bytes, durability)
+        match durability {
+            FileDurability::Durable => file::replace(&path, &bytes, durability),
+            FileDurability::Volatile => {
+                let file = file.0.get_or_insert_with(|| PageFile::new(path));
+                file.write(bytes)
+            }
+        }
     }
 
     /// Forgets a volume. Blocks as [`Records::save`].
