@@ -7,11 +7,14 @@
 //! deletes only what it made itself; what it found is deleted by the unpublish, or once the
 //! pod is gone.
 
+use std::path::Path;
+
 use super::{
     Outcome,
     context::{Context, OnLane},
     error::Cause,
     nested::PathOf,
+    places::absent_is_none,
     publish,
     spec::Inline,
     stage, unstage,
@@ -44,6 +47,28 @@ pub(super) async fn publish(cx: Context<'_>, spec: &Inline) -> Result<Outcome, C
         Ok(()) => Err(cause),
         Err(undo) => Err(cause.not_undone(undo)),
     }
+}
+
+/// Deletes a volume whose pod is gone, as no caller will unpublish it; keeps it where the pod's
+/// directory is back, since the pod is starting, and unmounts no target.
+pub(super) async fn delete_orphan(cx: Context<'_>, target: &Path) -> Result<Outcome, Cause> {
+    let target = target.to_owned();
+    cx.on_lane(|cx| {
+        Box::pin(async move {
+            let find = || Ok::<_, Cause>(absent_is_none(cx.node.places.target(&target))?.is_some());
+            if cx.step("find", find)? {
+                tracing::info!(
+                    volume_id = cx.volume.id,
+                    target = %target.display(),
+                    "the pod of an orphaned inline volume is back; keeping the volume"
+                );
+            } else {
+                undo(cx).await?;
+            }
+            Ok(Outcome::Done)
+        })
+    })
+    .await
 }
 
 /// Deletes the volume, unless it is published at a target.

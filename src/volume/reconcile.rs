@@ -50,8 +50,12 @@ use crate::{
 /// How many volumes of another driver are examined at once.
 const AT_ONCE: usize = 8;
 
-/// Between two tries to read the records of inline volumes, or to delete one.
+/// Between two tries to read the records of inline volumes, and between the first two to
+/// delete one.
 const RETRY: Duration = Duration::from_secs(5);
+
+/// Between two tries to delete an inline volume, at most.
+const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 
 /// How long the state directory may take before it is reported.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(5);
@@ -442,39 +446,24 @@ fn delete_orphan(node: &Arc<Node>, id: String, target: PathBuf) {
     tracing::info!(volume_id = id, target = %target.display(), "deleting orphaned inline volume");
     let node = node.clone();
     ring::spawn(async move {
-        let mut last_error = String::new();
-        while let Err(error) = try_delete(&node, &id, &target).await {
-            if error != last_error {
-                tracing::error!(
-                    volume_id = id,
-                    error,
-                    "cannot delete orphaned inline volume; trying again"
-                );
-                last_error = error;
-            }
-            tokio::time::sleep(RETRY).await;
+        let mut pause = RETRY;
+        loop {
+            let call = Call::DeleteOrphan(target.clone());
+            let deleted = node
+                .clone()
+                .submit(id.clone(), call.into(), Duration::MAX)
+                .await;
+            let Err(error) = deleted else { return };
+            tracing::error!(
+                volume_id = id,
+                error = error_chain(&*error),
+                "cannot delete orphaned inline volume; trying again"
+            );
+            tokio::time::sleep(pause).await;
+            // Each try syncs the volume's record, and its lines are in the log.
+            pause = (2 * pause).min(LONGEST_PAUSE);
         }
     });
-}
-
-/// Deletes an orphaned inline volume, unless it is one no more: a pod has its target again.
-/// Fails with the error in words.
-async fn try_delete(node: &Arc<Node>, id: &str, target: &Path) -> Result<(), String> {
-    let (places, at) = (node.places.clone(), target.to_owned());
-    let look = move || Ok(absent_is_none(places.target(&at))?.is_some());
-    let looked: Result<bool, Cause> = node.lanes.run(id, "find", look).await;
-    let has_pod = looked.map_err(|cause| error_chain(&cause.of(id)))?;
-    if has_pod {
-        return Ok(());
-    }
-    let call = Call::Unpublish(target.to_owned());
-    let deleted = node
-        .clone()
-        .submit(id.to_owned(), call.into(), Duration::MAX);
-    deleted
-        .await
-        .map(drop)
-        .map_err(|error| error_chain(&*error))
 }
 
 /// The mounts of a device other than at its staging path.

@@ -278,6 +278,8 @@ pub enum Call {
     Inline(Inline),
     /// `NodeUnpublishVolume`, with its target path.
     Unpublish(PathBuf),
+    /// The agent's own: deletes an inline volume whose pod is gone, with its target path.
+    DeleteOrphan(PathBuf),
     /// `NodeExpandVolume`.
     Expand(Expand),
     /// The agent's own, of the volume manager.
@@ -312,9 +314,10 @@ impl Call {
                 stage(&mut spec.stage);
                 publish(&mut spec.publish);
             }
-            Self::Unstage(path) | Self::Unpublish(path) | Self::RotateKey(path) => {
-                *path = respell(path);
-            }
+            Self::Unstage(path)
+            | Self::Unpublish(path)
+            | Self::DeleteOrphan(path)
+            | Self::RotateKey(path) => *path = respell(path),
             Self::Expand(spec) => {
                 spec.volume_path = respell(&spec.volume_path);
                 spec.staging_path = respell(&spec.staging_path);
@@ -360,7 +363,7 @@ impl Call {
             Self::Publish(spec) | Self::Inline(Inline { publish: spec, .. }) => {
                 Some(&spec.target_path)
             }
-            Self::Unstage(path) | Self::Unpublish(path) => Some(path),
+            Self::Unstage(path) | Self::Unpublish(path) | Self::DeleteOrphan(path) => Some(path),
             Self::Expand(_)
             | Self::Remount(_)
             | Self::Reclaim(_)
@@ -385,6 +388,7 @@ impl Call {
             Self::Stage(_) => "NodeStageVolume",
             Self::Unstage(_) => "NodeUnstageVolume",
             Self::ReleaseClaim(_) => "release",
+            Self::DeleteOrphan(_) => "delete",
             Self::Publish(_) | Self::Inline(_) => "NodePublishVolume",
             Self::Unpublish(_) => "NodeUnpublishVolume",
             Self::Expand(_) => "NodeExpandVolume",

@@ -147,6 +147,7 @@ async fn run(cx: Context<'_>, call: &Call) -> Result<Outcome, Cause> {
         Call::Publish(spec) => publish::publish(cx, spec).await,
         Call::Inline(spec) => inline::publish(cx, spec).await,
         Call::Unpublish(path) => unpublish::unpublish(cx, path).await,
+        Call::DeleteOrphan(target) => inline::delete_orphan(cx, target).await,
         Call::Expand(spec) => expand::expand(cx, spec).await,
         Call::Reclaim(spec) => reclaim::reclaim(cx, spec).await,
         Call::Remount(spec) => remount::remount(cx, spec).await,

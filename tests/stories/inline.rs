@@ -179,6 +179,39 @@ fn the_image_of_a_pod_that_is_gone_is_deleted_once_its_pool_is_back() {
     });
 }
 
+/// Kubelet makes the pod's directory before it publishes: an agent that deletes what an
+/// earlier one has left must not take the volume from a pod that starts.
+#[test]
+fn the_image_of_a_pod_that_is_back_is_kept() {
+    story(async |sandbox| {
+        let (real, pool) = (sandbox.pool("real"), sandbox.pool("main"));
+        let [real, pool] = [&real, &pool].map(|path| path.to_str().unwrap());
+        run(&["mount", "--bind", real, pool]);
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
+        let volume = inline("back");
+        node.send_publish(publish(&node, &volume)).await.unwrap();
+        let target = node.target(&volume, "pod");
+        let content = Content::new("of the pod");
+        content.write(&target.join("file"));
+        node.kill9().await;
+        run(&["umount", target.to_str().unwrap()]);
+        fs::remove_dir_all(target.ancestors().nth(3).unwrap()).unwrap();
+        // The attached image keeps it alive.
+        run(&["umount", "--lazy", pool]);
+        node.restart().await;
+        node.wait_for_log("cannot delete orphaned inline volume")
+            .await;
+        fs::create_dir_all(target.parent().unwrap()).unwrap();
+        node.wait_for_log("is back; keeping the volume").await;
+        run(&["mount", "--bind", real, pool]);
+        node.send_publish(publish(&node, &volume)).await.unwrap();
+        content.assert_in(&target.join("file"));
+        node.unpublish(&volume, "pod").await.unwrap();
+        assert_eq!(images(sandbox), [""; 0]);
+        node.assert_clean().await;
+    });
+}
+
 /// As a reboot leaves it: only the image and the record.
 #[test]
 fn an_inline_volume_that_outlived_a_reboot_survives_a_publish_that_fails() {
