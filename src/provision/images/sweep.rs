@@ -3,7 +3,7 @@
 use super::{
     super::ProvisionError,
     ImageStore,
-    catalogue::{Catalogue, EntryKind, EntryState, failed, hold_by_path},
+    catalogue::{Catalogue, CatalogueEntry, EntryKind, EntryState, failed, hold_by_path},
     groups::GroupDetail,
     snapshots::SnapshotDetail,
     volumes::VolumeDetail,
@@ -57,11 +57,28 @@ impl ImageStore {
         match catalogue.ids() {
             Ok(ids) => ids.into_iter().for_each(|id| {
                 keep_error(catalogue.get(id).and_then(|entry| match entry {
-                    Some(entry) if entry.state != EntryState::Ready => self.delete::<K>(pool, id),
+                    Some(entry) if entry.state != EntryState::Ready => self.finish(pool, &entry),
                     _ => Ok(()),
                 }));
             }),
             Err(error) => keep_error(Err(error)),
+        }
+    }
+
+    /// Deletes an entry that was not complete when it was read. A call that was under way then
+    /// may have completed it since, and may have been answered.
+    pub(super) fn finish<K: EntryKind>(
+        &self,
+        pool: &Pool,
+        seen: &CatalogueEntry<K>,
+    ) -> Result<(), ProvisionError> {
+        let catalogue = Catalogue::of(pool);
+        let held = catalogue.hold(&seen.name)?;
+        match catalogue.get(seen.id)? {
+            Some(entry) if entry.state != EntryState::Ready => {
+                self.delete_entry::<K>(pool, entry, held.as_ref())
+            }
+            _ => Ok(()),
         }
     }
 }

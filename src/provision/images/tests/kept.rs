@@ -304,3 +304,25 @@ fn nothing_kept_is_told_of_another_directory() {
     std::fs::rename(&away, &pool.dir).unwrap();
     assert_eq!(answers(&images, &pool), there);
 }
+
+#[test]
+fn a_volume_that_is_completed_while_its_pool_is_swept_stays() {
+    let home = home();
+    let pool = home.pool();
+    let images = controller(pool);
+    let made = images.create_volume(&new("pvc", MIB)).unwrap();
+    let catalogue = catalogue::Catalogue::<volumes::VolumeDetail>::of(pool);
+    let id = catalogue.ids().unwrap()[0];
+    // As the sweep read it, before the create ended.
+    let mut seen = catalogue.get(id).unwrap().expect("its entry");
+    seen.state = catalogue::EntryState::Making;
+    images.finish(pool, &seen).unwrap();
+    assert!(pool.image_path(&made.context["image"]).exists());
+    let entry = catalogue.get(id).unwrap().expect("its entry");
+    assert_eq!(entry.state, catalogue::EntryState::Ready);
+    // What is still being made is deleted.
+    catalogue.record_as(&seen).unwrap();
+    images.finish(pool, &seen).unwrap();
+    assert!(!pool.image_path(&made.context["image"]).exists());
+    assert!(catalogue.get(id).unwrap().is_none());
+}
