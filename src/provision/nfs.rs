@@ -588,8 +588,15 @@ impl Provisioner for NfsStore {
         each.map(inspection).collect()
     }
 
-    fn sweep(&self, _: Option<&str>) -> Vec<ProvisionError> {
-        let swept = self.exports.iter().flat_map(|export| {
+    fn swept_pools(&self) -> Vec<String> {
+        let shares = self.exports.iter().map(|export| export.share.to_string());
+        shares.collect()
+    }
+
+    fn sweep(&self, share: Option<&str>) -> Vec<ProvisionError> {
+        let swept =
+            |export: &&NfsExport| share.is_none_or(|share| export.share.to_string() == share);
+        let swept = self.exports.iter().filter(swept).flat_map(|export| {
             let swept = export.open().and_then(|root| {
                 if let Err(error) = owners::probe(&root) {
                     let share = &export.share;
@@ -603,10 +610,16 @@ impl Provisioner for NfsStore {
                 making::sweep(&root)
             });
             let left = swept.unwrap_or_else(|error| vec![(String::new(), error)]);
-            let cannot = |(name, source)| ProvisionError::Io {
-                step: "clean up",
-                path: Path::new(&export.share.to_string()).join(name),
-                source,
+            let cannot = |(name, source): (String, io::Error)| {
+                let path = Path::new(&export.share.to_string()).join(name);
+                match source.kind() {
+                    io::ErrorKind::WouldBlock => ProvisionError::Busy(path.display().to_string()),
+                    _ => ProvisionError::Io {
+                        step: "clean up",
+                        path,
+                        source,
+                    },
+                }
             };
             left.into_iter().map(cannot)
         });

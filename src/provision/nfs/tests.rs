@@ -527,3 +527,25 @@ fn a_volume_has_the_size_of_its_first_request_and_of_its_expansions() {
         make(sized(2000, 0)).expect("made");
     }
 }
+
+#[test]
+fn what_a_live_controller_makes_is_in_use_and_each_share_is_swept_apart() {
+    let share = Share::new();
+    let root = opened(share.dir.path());
+    let digest = "0123456789abcdef".repeat(4);
+    let record = format!("volumes/{digest}.{digest}");
+    let live = DirectoryDraft::begin(&root, &record).expect("begun");
+    let live = live.expect("nobody else makes it");
+    drop(live.make("v").expect("made"));
+    let parts = share.store.swept_pools();
+    assert_eq!(parts, ["srv:/share"]);
+    let swept = |part: Option<&str>| -> Vec<Kind> {
+        let errors = share.store.sweep(part);
+        errors.iter().map(ProvisionError::kind).collect()
+    };
+    assert_eq!(swept(None), [Kind::InUse]);
+    assert_eq!(swept(Some(&parts[0])), [Kind::InUse]);
+    assert_eq!(swept(Some("srv:/other")), []);
+    drop(live);
+    assert_eq!(swept(None), []);
+}
