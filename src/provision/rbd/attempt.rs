@@ -153,9 +153,20 @@ impl Attempt<'_> {
             return Ok(false);
         }
         let entry = match known {
-            Some(known) => known.clone(),
-            None => self.journal.read(pool, uuid)?.unwrap_or_default(),
+            Some(known) => Some(known.clone()),
+            None => self.journal.read(pool, uuid)?,
         };
+        // Without an entry, nothing was made.
+        if let Some(entry) = entry {
+            self.remove_objects(&entry)?;
+        }
+        self.journal.forget(directory, pool, name, reserved)?;
+        Ok(true)
+    }
+
+    /// Removes what an attempt with that entry may have made, and the passphrase.
+    fn remove_objects(&self, entry: &JournalEntry) -> Result<(), RbdError> {
+        let pool = self.pool;
         let mut images = vec![entry.image.clone()];
         let mut snapshot = entry.image.clone();
         if self.journal.kind() == JournalKind::Volume {
@@ -163,13 +174,11 @@ impl Attempt<'_> {
             images.push(snapshot.clone());
         }
         self.store.take_back(pool, &images)?;
-        if let Some((pool, source)) = self.source(&entry)? {
+        if let Some((pool, source)) = self.source(entry)? {
             drop_snapshot(&pool, &source, &snapshot)?;
         }
-        let handle = handle_of(self.link, pool, uuid);
-        self.store.keeper(self.secrets).remove(&entry, &handle)?;
-        self.journal.forget(directory, pool, name, reserved)?;
-        Ok(true)
+        let handle = handle_of(self.link, pool, self.reserved.uuid);
+        self.store.keeper(self.secrets).remove(entry, &handle)
     }
 
     /// The image on which an interrupted copy may have left a snapshot.
