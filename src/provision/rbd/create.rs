@@ -276,9 +276,10 @@ impl<'a> Creation<'a> {
         }
         let is_there = image.is_some();
         drop(image);
-        let origin = self.origin()?;
+        let mut origin = self.origin()?;
         let bytes = self.bytes(origin.as_ref())?;
         if is_there {
+            origin = origin.map(CopySource::of_earlier_copy);
             self.tidy(&new_image, origin.as_ref())?;
         } else {
             self.make(&new_image, origin.as_ref(), bytes)?;

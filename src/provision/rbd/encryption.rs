@@ -145,6 +145,13 @@ pub struct SourceKey {
     state: Option<String>,
 }
 
+impl SourceKey {
+    /// Forgets the state.
+    pub fn forget_state(&mut self) {
+        self.state = None;
+    }
+}
+
 /// An image by its handle, with which its passphrase is sealed.
 pub type Handled<'a> = (&'a str, &'a Image);
 

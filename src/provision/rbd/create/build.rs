@@ -26,6 +26,17 @@ pub struct CopySource {
     foreign: Vec<(String, Option<String>)>,
 }
 
+impl CopySource {
+    /// The same for a copy that was made at an unknown time: the source may have been formatted
+    /// since, so its state says nothing about the copy.
+    pub(super) fn of_earlier_copy(mut self) -> Self {
+        if let Some((_, key)) = &mut self.encryption {
+            key.forget_state();
+        }
+        self
+    }
+}
+
 impl Creation<'_> {
     /// Finds the source, and flattens it where its chain is too long for a copy.
     pub(super) fn origin(&self) -> Result<Option<CopySource>, ProvisionError> {
