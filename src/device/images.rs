@@ -362,8 +362,14 @@ impl BackendVolume for BoundImage<'_> {
         let was_raw = purpose == Purpose::Raw;
         let device = loop_attach::loop_device(device)?;
         // The unmount of a file system does it. Of a local pool no other node reads.
-        if was_raw && self.pool().is_ok_and(|pool| pool.scope == Scope::Shared) {
-            loopdev::write_back(&device, *id)?;
+        if was_raw
+            && self.pool().is_ok_and(|pool| pool.scope == Scope::Shared)
+            && let Err(error) = loopdev::write_back(&device, *id)
+        {
+            // The kernel reports it once, and drops the data; where the pool's file system has
+            // failed, each repeat fails, and the device would keep it from being unmounted.
+            let error = error_chain(&error);
+            tracing::error!(source = %self.source, error, "data that was written to the volume without a sync may be lost");
         }
         Ok(loopdev::detach(&device, *id, was_raw)?)
     }

@@ -84,6 +84,11 @@ pub struct LoopDevice {
 }
 
 impl LoopDevice {
+    /// Whether no file was attached or detached since. False where the kernel cannot tell.
+    fn is_attached_as_before(&self) -> bool {
+        self.diskseq.is_some() && sysfs::diskseq(self.dev).is_ok_and(|now| now == self.diskseq)
+    }
+
     fn open(&self, flags: OFlags) -> io::Result<OwnedFd> {
         block::open(&self.node, self.dev, flags)
     }
@@ -352,16 +357,19 @@ pub fn write_back(device: &LoopDevice, id: FileId) -> Result<(), LoopError> {
     if !is_configured(device.number) {
         return Ok(());
     }
-    let looked = device.open(OFlags::RDONLY).and_then(|file| {
-        let status = loopctl::status(&file)?;
-        Ok((file, status))
-    });
     // The detach finds the same, and knows what it means.
-    let Ok((file, status)) = looked else {
+    let Ok(file) = device.open(OFlags::RDONLY) else {
         return Ok(());
     };
-    let is_cached = status.flags & (loopctl::READ_ONLY | loopctl::DIRECT_IO) == 0;
-    if !is_over(&status, id) || !is_cached {
+    let may_be_cached = match loopctl::status(&file) {
+        Ok(status) => {
+            let direct = status.flags & (loopctl::READ_ONLY | loopctl::DIRECT_IO) != 0;
+            is_over(&status, id) && !direct
+        }
+        // As in the detach: its file's file system has failed.
+        Err(_) => device.is_attached_as_before(),
+    };
+    if !may_be_cached {
         return Ok(());
     }
     // The driver answers the flush by an fsync of the file.
@@ -384,9 +392,10 @@ fn release(
     ours: impl Fn(&loopctl::LoopStatus) -> bool,
 ) -> Result<Detached, LoopError> {
     let failed = |source| device_error(device, "detach")(source);
-    let still_ours = || {
-        let status = status_of(device.number).map_err(failed)?;
-        Ok(status.is_some_and(|(_, status)| ours(&status)))
+    let still_ours = || match status_of(device.number) {
+        Ok(status) => Ok(status.is_some_and(|(_, status)| ours(&status))),
+        Err(_) if device.is_attached_as_before() => Ok(true),
+        Err(error) => Err(failed(error)),
     };
     // What was just unmounted may be kept for a moment by a child's copy of a descriptor.
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
@@ -406,20 +415,24 @@ fn release(
         Err(e) if block::is_busy(&e) => return Ok(Detached::Already),
         Err(e) => return Err(failed(e)),
     };
-    let status = match loopctl::status(&file) {
-        Ok(status) => status,
+    match loopctl::status(&file) {
+        Ok(status) => {
+            refuse_other_number(device.number, &status).map_err(failed)?;
+            if !ours(&status) {
+                return Ok(Detached::Already);
+            }
+            let refuses_writes = status.flags & loopctl::READ_ONLY != 0;
+            if was_raw && !refuses_writes && block::is_read_only(&file).map_err(failed)? {
+                block::set_read_only(&file, false).map_err(failed)?;
+            }
+        }
         Err(e) if is_detached(&e) && !is_configured(device.number) => {
             return Ok(Detached::Already);
         }
+        // The kernel looks at the file for it, and a file system that has failed answers
+        // nothing. It can be repaired only once no device is over its files.
+        Err(_) if device.is_attached_as_before() => {}
         Err(e) => return Err(failed(e)),
-    };
-    refuse_other_number(device.number, &status).map_err(failed)?;
-    if !ours(&status) {
-        return Ok(Detached::Already);
-    }
-    let refuses_writes = status.flags & loopctl::READ_ONLY != 0;
-    if was_raw && !refuses_writes && block::is_read_only(&file).map_err(failed)? {
-        block::set_read_only(&file, false).map_err(failed)?;
     }
     match loopctl::clear(&file) {
         Ok(()) => {}

@@ -51,6 +51,34 @@ fn sequence_of(device: &Path) -> Option<String> {
     fs::read_to_string(Path::new("/sys/block").join(name).join("diskseq")).ok()
 }
 
+/// A file system that has shut down fails every sync, and while a loop device is over one of
+/// its files it can be neither unmounted nor repaired.
+#[test]
+fn volumes_are_unstaged_though_their_pool_has_failed() {
+    story(async |sandbox| {
+        let pool = sandbox.reflink_pool("main");
+        let setup = NodeSetup {
+            pools: vec![format!("main={},shared", pool.display())],
+            ..NodeSetup::new(sandbox)
+        };
+        let node = Node::start_with(sandbox, setup).await;
+        let raw = sandbox.volume_in("main", "raw", "block", 64 * MIB);
+        let raw = raw.with("directIO", "false");
+        let mounted = sandbox.volume("mounted", "ext4");
+        fs::write(node.up(&raw, "pod").await, [7; 4096]).unwrap();
+        node.up(&mounted, "pod").await;
+        run(&["xfs_io", "-x", "-c", "shutdown", pool.to_str().unwrap()]);
+        for volume in [&raw, &mounted] {
+            node.down(volume, "pod").await;
+            let image = sandbox.image(volume);
+            assert!(all_loops().iter().all(|(_, backing)| *backing != image));
+        }
+        node.wait_for_log("written to the volume without a sync may be lost")
+            .await;
+        run(&["umount", pool.to_str().unwrap()]);
+    });
+}
+
 /// Kubelet's hold on a raw volume for one pod.
 struct Mapped {
     map: PathBuf,
