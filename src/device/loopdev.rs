@@ -33,9 +33,11 @@ use crate::{
     kernel::{Dev, block, busy::retry_while_busy, loopctl, sysfs},
 };
 
+mod behind;
 mod locks;
 mod reserved;
 
+pub use behind::file_system_behind;
 pub use locks::{DescriptorLock, lock_over, locks_on, unlock};
 
 /// Of the driver's devices (`linux/major.h`).
@@ -512,16 +514,6 @@ pub fn backing_files() -> io::Result<Vec<(Dev, PathBuf)>> {
         found.extend(file.ok());
     }
     Ok(found)
-}
-
-/// `st_dev` of the file behind a loop device; none where nothing is behind it. Waits
-/// for that file's file system.
-pub fn file_system_behind(dev: Dev) -> io::Result<Option<Dev>> {
-    let Some(number) = sysfs::number_in(&sysfs::name_of(dev)?, "loop") else {
-        return Ok(None);
-    };
-    let found = status_of(number)?;
-    Ok(found.map(|(_, status)| Dev::from_raw(status.device)))
 }
 
 /// The path of the file behind a loop device, as this mount namespace shows it; also of a

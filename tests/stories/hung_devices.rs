@@ -347,6 +347,37 @@ fn a_hung_pool_delays_no_unstage_of_what_cannot_be_in_it() {
     });
 }
 
+/// Which loop devices a volume without a record may have, only the devices themselves tell.
+#[test]
+fn a_strangers_hung_loop_device_delays_no_unstage() {
+    if !StuckFile::possible() {
+        return;
+    }
+    story(async |sandbox| {
+        let other = sandbox.pool("other");
+        run(&["mount", "-t", "tmpfs", "none", other.to_str().unwrap()]);
+        let mut setup = NodeSetup::new(sandbox);
+        setup
+            .pools
+            .push(format!("other={},shared", other.display()));
+        let node = Node::start_with(sandbox, setup).await;
+        let strange = sandbox.dir().join("strange.img");
+        let file = StuckFile::new(&strange, MIB);
+        run(&["losetup", "--find", strange.to_str().unwrap()]);
+        let device = loops_over(&strange)[0].clone();
+        file.stop_all();
+        node.timeout.set(Duration::from_secs(20));
+        for handle in ["static-one", "static-two"] {
+            let volume = Volume::filesystem(handle, "ext4");
+            node.unstage(&volume).await.expect("it has no such device");
+        }
+        file.resume();
+        run(&["losetup", "-d", device.to_str().unwrap()]);
+        file.remove().await;
+        node.assert_clean().await;
+    });
+}
+
 /// The end of a pod waits for no work for another pod: neither a repeated stage of its
 /// volume nor a change of group.
 #[test]

@@ -2,9 +2,11 @@
 //!
 //! The kernel is asked before any pool: which files are attached, by which paths, and
 //! on which file systems. So a pool that does not answer delays only volumes
-//! that may have an image in it attached.
+//! that may have an image in it attached. The file system only the device itself tells, and
+//! it may be a stranger's that hangs: it is asked where the paths and the mounts do not say
+//! enough, and waited for but a moment.
 
-use std::{os::unix::ffi::OsStrExt as _, path::Path};
+use std::{cell::OnceCell, os::unix::ffi::OsStrExt as _, path::Path};
 
 use super::{ImageFiles, ImageSource};
 use crate::{
@@ -20,7 +22,7 @@ use crate::{
         sysfs::{self, DELETED},
     },
     mount::table::{self, MountEntry},
-    pool::{Pool, claim, handle::VolumeHandle},
+    pool::{Pool, Pools, claim, handle::VolumeHandle},
 };
 
 impl ImageFiles {
@@ -39,6 +41,7 @@ impl ImageFiles {
         }
         let handle = volume_id.parse::<VolumeHandle>().ok();
         let attached = loopdev::backing_files().map_err(io("list the loop devices"))?;
+        let places = self.pool_places();
         let is_known = |dev| (known.iter()).any(|it| it.dev == dev && it.still_matches());
         for (dev, backing) in attached {
             let Some(image) = name_of(&backing).filter(|_| !is_known(dev)) else {
@@ -46,7 +49,7 @@ impl ImageFiles {
             };
             let pools: Vec<&Pool> = match &handle {
                 Some(handle) => self.pools.get(handle.pool()).into_iter().collect(),
-                None => self.may_hold(&backing, dev)?,
+                None => places.may_hold(&backing, dev)?,
             };
             let is_its = handle.as_ref().is_some_and(|it| it.image() == image);
             for pool in pools {
@@ -103,11 +106,12 @@ impl ImageFiles {
     pub fn check_mounted_where_attached(&self, source: &ImageSource) -> Result<(), DeviceError> {
         let image = name_of(Path::new(&source.image));
         let attached = loopdev::backing_files().map_err(io("list the loop devices"))?;
+        let places = self.pool_places();
         for (dev, backing) in attached {
             if name_of(&backing) != image {
                 continue;
             }
-            let mut pools = self.may_hold(&backing, dev)?.into_iter();
+            let mut pools = places.may_hold(&backing, dev)?.into_iter();
             if let Some(pool) = pools.find(|pool| pool.name == source.pool) {
                 pool.check_mounted()?;
             }
@@ -130,7 +134,7 @@ impl ImageFiles {
             return Ok(by_path);
         };
         let mut mounted = Ok(());
-        for pool in self.may_hold(&backing, dev)? {
+        for pool in self.pool_places().may_hold(&backing, dev)? {
             let Ok(file) = pool.open_image(image, false) else {
                 mounted = mounted.and(pool.check_mounted());
                 continue;
@@ -145,24 +149,52 @@ impl ImageFiles {
         Ok(None)
     }
 
+    fn pool_places(&self) -> PoolPlaces<'_> {
+        PoolPlaces {
+            pools: &self.pools,
+            file_systems: OnceCell::new(),
+        }
+    }
+}
+
+/// Where the pools are, for one look at the loop devices.
+struct PoolPlaces<'a> {
+    pools: &'a Pools,
+    /// Each pool with `st_dev` of its files, as far as the mount table tells. Read when it
+    /// is needed, and once for all devices.
+    file_systems: OnceCell<Vec<(&'a Pool, Option<Dev>)>>,
+}
+
+impl<'a> PoolPlaces<'a> {
     /// The pools that may hold the file behind a loop device, as far as the kernel
     /// tells without asking any of them.
-    fn may_hold(&self, backing: &Path, dev: Dev) -> Result<Vec<&Pool>, DeviceError> {
-        let pools = || self.pools.iter();
-        let by_path: Vec<_> = pools().filter(|it| backing.starts_with(&it.dir)).collect();
+    fn may_hold(&self, backing: &Path, dev: Dev) -> Result<Vec<&'a Pool>, DeviceError> {
+        let by_path = self.pools.iter().filter(|it| backing.starts_with(&it.dir));
+        let by_path: Vec<_> = by_path.collect();
         if !by_path.is_empty() {
             return Ok(by_path);
         }
-        let Ok(Some(file_system)) = loopdev::file_system_behind(dev) else {
-            return Ok(pools().collect());
-        };
+        let pools = self.file_systems()?;
+        // Where it could exclude no pool, the device is not asked.
+        let is_told = pools.iter().any(|(_, told)| told.is_some());
+        let behind = is_told.then(|| loopdev::file_system_behind(dev)).flatten();
+        let may_be = |told: Option<Dev>| told.is_none() || behind.is_none() || told == behind;
+        let pools = pools.iter().filter(|(_, told)| may_be(*told));
+        Ok(pools.map(|(pool, _)| *pool).collect())
+    }
+
+    fn file_systems(&self) -> Result<&[(&'a Pool, Option<Dev>)], DeviceError> {
+        if let Some(known) = self.file_systems.get() {
+            return Ok(known);
+        }
         let mounts = table::list().map_err(io("list the mounts"))?;
-        let is_elsewhere = |pool: &&Pool| {
+        let told = |pool: &Pool| {
             let mut mounts = mounts.iter().rev();
             let mounted = mounts.find(|entry| entry.mount_point == pool.dir);
-            mounted.is_some_and(|entry| tells_device(entry) && entry.dev != file_system)
+            mounted.filter(|it| tells_device(it)).map(|it| it.dev)
         };
-        Ok(pools().filter(|pool| !is_elsewhere(pool)).collect())
+        let pools = self.pools.iter().map(|pool| (pool, told(pool)));
+        Ok(self.file_systems.get_or_init(|| pools.collect()))
     }
 }
 
