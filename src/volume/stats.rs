@@ -285,9 +285,14 @@ pub(super) fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usa
     // Whatever keeps the path from being resolved, our mount is not there.
     let place = places.target(path).map_err(|_| gone(path))?;
     let mut opened = place.open().map_err(|_| gone(path))?;
+    // While its device or server does not answer, this call must not keep a target busy.
     if !record.source.has_device() {
-        // While its server does not answer, this call must not keep the mount busy.
         opened = bind::detached(opened.as_fd()).map_err(Cause::io("clone the mount"))?;
+    } else if is_its(&opened, record)
+        && let Ok(Some(staged)) = places.open_staging(&record.mount_point())
+        && is_its(&staged, record)
+    {
+        opened = staged;
     }
     hold_point("statfs", &record.volume_id);
     usage_of(&opened, record, path)
@@ -329,11 +334,14 @@ fn gone(path: &Path) -> Cause {
     Cause::NotFound(format!("it is not what is mounted at {}", path.display()))
 }
 
+fn is_its(opened: &OwnedFd, record: &Record) -> bool {
+    matches!(PathKind::of(opened.as_fd()), Ok(PathKind::Mount(mounted)) if record.appears_at(&mounted))
+}
+
 /// The usage of the file system, or of the device, that is opened.
 fn usage_of(opened: &OwnedFd, record: &Record, path: &Path) -> Result<Usage, Cause> {
-    match PathKind::of(opened.as_fd()) {
-        Ok(PathKind::Mount(mounted)) if record.appears_at(&mounted) => {}
-        _ => return Err(gone(path)),
+    if !is_its(opened, record) {
+        return Err(gone(path));
     }
     if record.usage == Use::Block {
         let device = record.attached_device()?;

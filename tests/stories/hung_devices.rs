@@ -200,6 +200,9 @@ fn a_hung_statfs_delays_only_its_own_volume() {
         }
         let health = node.health(&unknown.1, &targets[1]).await.unwrap();
         assert_eq!(health[0].reason, "FileSystemStuck", "{health:?}");
+        // The statistics keep no target busy: another pod follows this one.
+        node.unpublish(&unknown.1, "pod").await.unwrap();
+        node.publish(&unknown.1, "pod").await.unwrap();
         lifecycle_beside(&node, sandbox, "other").await;
         assert_eq!(node.probe().await, Some(true));
 
