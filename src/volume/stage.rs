@@ -82,7 +82,7 @@ async fn on_lane(cx: OnLane<'_>, mut spec: Stage, looking: Permit) -> Result<Out
         match record.phase {
             // Found without a record: this call says how it is to be staged.
             Phase::Staged if record.found && record.may_satisfy(&spec) => {}
-            Phase::Staged if !record.satisfies(&spec) && is_in_place(cx, &record) => {
+            _ if !record.satisfies(&spec) && must_stay(cx, &record) => {
                 return Err(Cause::Incompatible {
                     have: record.describe(),
                     want: Record::begin(&cx.volume.id, "", &spec).describe(),
@@ -141,6 +141,14 @@ fn look(cx: OnLane<'_>, spec: &mut Stage) -> Result<(SafePath, Before), Cause> {
     Ok((place, before))
 }
 
+/// Whether a call with other arguments must leave the volume as it is: pods may use it, or
+/// have written to the image of an inline volume, which its unpublish alone deletes.
+fn must_stay(cx: OnLane<'_>, record: &Record) -> bool {
+    record.outlives_reboot()
+        || cx.live_target().is_some()
+        || record.phase == Phase::Staged && is_in_place(cx, record)
+}
+
 /// Whether a volume that its record calls staged is mounted, or attached if it is raw: an
 /// agent may have been killed while it unstaged it. If a look fails, it is.
 fn is_in_place(cx: OnLane<'_>, record: &Record) -> bool {
@@ -149,7 +157,7 @@ fn is_in_place(cx: OnLane<'_>, record: &Record) -> bool {
         let kind = place.map_or(Ok(PathKind::Absent), |place| place.kind());
         Some(is_still_there(record, Some(&kind.ok()?)))
     };
-    cx.live_target().is_some() || cx.step("look", staged).unwrap_or(true)
+    cx.step("look", staged).unwrap_or(true)
 }
 
 /// Whether a staged volume is where its record says. Asks the kernel, not the device.

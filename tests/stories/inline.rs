@@ -10,7 +10,8 @@ use testkit::{
     story,
 };
 use tonic::Code::{
-    DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable,
+    AlreadyExists, DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound,
+    ResourceExhausted, Unavailable,
 };
 use uring_csi::proto::csi::NodePublishVolumeRequest;
 
@@ -212,7 +213,53 @@ fn the_image_of_a_pod_that_is_back_is_kept() {
     });
 }
 
-/// As a reboot leaves it: only the image and the record.
+/// As a reboot leaves it. Kills the agent.
+async fn lose_all_but_image_and_record(sandbox: &Sandbox, node: &Node, target: &Path) {
+    node.kill9().await;
+    for mount in mounts_below(&node.run_dir)
+        .iter()
+        .map(|it| &**it)
+        .chain([target])
+    {
+        run(&["umount", mount.to_str().unwrap()]);
+    }
+    for device in loops_over(Path::new(&images(sandbox)[0])) {
+        run(&["losetup", "--detach", device.to_str().unwrap()]);
+    }
+    let records = files_below(&node.state_dir.join("inline"));
+    let file = records.first().expect("a record");
+    let mut record: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+    record["boot_id"] = json!("another");
+    fs::write(file, record.to_string()).unwrap();
+}
+
+#[test]
+fn an_inline_volume_outlives_a_publish_with_other_arguments() {
+    story(async |sandbox| {
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
+        let volume = inline("kept");
+        node.send_publish(publish(&node, &volume)).await.unwrap();
+        let target = node.target(&volume, "pod");
+        let content = Content::new("before the reboot");
+        content.write(&target.join("file"));
+        let other = volume.clone().flags(&["noatime"]);
+        let refuses = async || {
+            let answer = node.send_publish(publish(&node, &other)).await;
+            refused(answer, AlreadyExists, &["kept"]);
+        };
+        refuses().await;
+        content.assert_in(&target.join("file"));
+        lose_all_but_image_and_record(sandbox, &node, &target).await;
+        node.restart().await;
+        refuses().await;
+        node.send_publish(publish(&node, &volume)).await.unwrap();
+        content.assert_in(&target.join("file"));
+        node.unpublish(&volume, "pod").await.unwrap();
+        assert_eq!(images(sandbox), [""; 0]);
+        node.assert_clean().await;
+    });
+}
+
 #[test]
 fn an_inline_volume_that_outlived_a_reboot_survives_a_publish_that_fails() {
     story(async |sandbox| {
@@ -222,18 +269,7 @@ fn an_inline_volume_that_outlived_a_reboot_survives_a_publish_that_fails() {
         let target = node.target(&volume, "pod");
         let content = Content::new("before the reboot");
         content.write(&target.join("file"));
-        node.kill9().await;
-        for mount in mounts_below(&node.run_dir).iter().chain([&target]) {
-            run(&["umount", mount.to_str().unwrap()]);
-        }
-        for device in loops_over(Path::new(&images(sandbox)[0])) {
-            run(&["losetup", "--detach", device.to_str().unwrap()]);
-        }
-        let records = files_below(&node.state_dir.join("inline"));
-        let file = records.first().expect("a record");
-        let mut record: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
-        record["boot_id"] = json!("another");
-        fs::write(file, record.to_string()).unwrap();
+        lose_all_but_image_and_record(sandbox, &node, &target).await;
 
         let at = target.to_str().unwrap();
         run(&["mount", "-t", "tmpfs", "none", at]);

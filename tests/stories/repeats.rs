@@ -1,7 +1,7 @@
 //! The same call again, a similar call, and a second target.
 
 use futures_util::future::{join_all, try_join_all};
-use testkit::{MIB, Mode, Node, Volume, loops_over, mounts_below, refused, story};
+use testkit::{MIB, Mode, Node, Volume, files_below, loops_over, mounts_below, refused, story};
 use tonic::Code::{Aborted, AlreadyExists, FailedPrecondition, InvalidArgument};
 
 #[test]
@@ -121,6 +121,32 @@ fn a_repeat_with_other_arguments_is_refused() {
         another.handle = "w".to_owned();
         refused(node.publish(&another, "pod").await, FailedPrecondition, &[]);
         node.publish(&volume, "pod").await.unwrap();
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_published_volume_outlives_a_stage_with_other_arguments() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume("v", "block");
+        node.up(&volume, "pod").await;
+        node.kill9().await;
+        // As a repeat of the stage leaves it that failed.
+        let records = files_below(&node.run_dir.join("volumes"));
+        let file = records.first().expect("a record");
+        let record = std::fs::read_to_string(file).unwrap();
+        let begun = record.replace(r#""phase":"staged""#, r#""phase":"staging""#);
+        assert_ne!(begun, record);
+        std::fs::write(file, begun).unwrap();
+        node.restart().await;
+
+        let loops = loops_over(&sandbox.image(&volume));
+        let other = Volume::filesystem("v", "ext4").over("main", "v.img");
+        refused(node.stage(&other).await, AlreadyExists, &["v"]);
+        assert_eq!(loops_over(&sandbox.image(&volume)), loops);
+        node.up(&volume, "pod").await;
         node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
