@@ -230,7 +230,7 @@ impl Link {
     }
 
     /// Reads the last block with O_DIRECT.
-    fn prove(&self, bytes: u64) -> io::Result<()> {
+    pub(super) fn prove(&self, bytes: u64) -> io::Result<()> {
         let now = sysfs::size_bytes(self.device.block.dev)?;
         if now != bytes {
             let why = format!("the device has {now} bytes instead of {bytes}");

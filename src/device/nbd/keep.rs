@@ -7,6 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use futures_util::future::BoxFuture;
 use rustix::event::PollFlags;
 
 use super::{Link, Links, NbdError, Outage, link::Reconnected, link_table::Event, lock};
@@ -24,6 +25,9 @@ const LONGEST_WAIT: Duration = Duration::from_secs(5);
 
 /// The kernel announces a dead connection a moment before it is shut down.
 const SECOND_LOOK: Duration = Duration::from_millis(100);
+
+/// How long a server may take to answer the read that shows whether it is away.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
 
 /// Keeps all links, for ever. Runs on the runtime thread; calls that may block run on
 /// lanes.
@@ -95,6 +99,7 @@ fn check(links: &Links, link: &Arc<Link>, lanes: &Lanes, gate: &Gate) {
 async fn reconnect(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
     let mut wait = FIRST_WAIT;
     let mut looked_twice = false;
+    let (mut reading, mut told) = (None, false);
     let node = link.device.block.node.display();
     loop {
         let server = link.identifier.export.server().to_string();
@@ -131,6 +136,19 @@ async fn reconnect(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
                 (wait, looked_twice) = (FIRST_WAIT, false);
                 continue;
             }
+            Err(error @ NbdError::Server { .. })
+                if link.may_be_alive() && answers(&link, &lanes, &mut reading).await =>
+            {
+                lock(&link.outage).take();
+                if !std::mem::replace(&mut told, true) {
+                    let why = error_chain(&error);
+                    tracing::info!(device = %node, why, "no fresh connections, but the device works");
+                }
+                // The kernel announces the next that dies.
+                if link.is_of_earlier_agent() && !link.again.load(Relaxed) {
+                    break;
+                }
+            }
             Err(error) => report_outage(&link, &error),
         }
         tokio::time::sleep(wait).await;
@@ -138,6 +156,29 @@ async fn reconnect(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
     }
     // No await between the last check of `again` and here: no announcement is lost.
     link.reconnecting.store(false, Relaxed);
+}
+
+/// Whether the server answers a read of the device, though no fresh connection can be made: it
+/// may be at its limit of clients. A read that hangs is not waited for again, and there is
+/// no second one.
+async fn answers(
+    link: &Arc<Link>,
+    lanes: &Lanes,
+    reading: &mut Option<BoxFuture<'static, bool>>,
+) -> bool {
+    let wait = match reading {
+        None => ANSWERS_WITHIN,
+        Some(_) => Duration::ZERO,
+    };
+    let read = reading.get_or_insert_with(|| {
+        let (link, export) = (Arc::clone(link), link.identifier.export.to_string());
+        Box::pin(lanes.run(&export, "read", move || link.answers()))
+    });
+    let Ok(answers) = tokio::time::timeout(wait, read).await else {
+        return false;
+    };
+    *reading = None;
+    answers
 }
 
 fn report_outage(link: &Link, error: &NbdError) {

@@ -166,6 +166,25 @@ impl Link {
             .map_err(failed(node, "give fresh connections to"))
     }
 
+    /// Whether a connection may be alive: one that this agent made is, or an earlier agent
+    /// made some.
+    pub(super) fn may_be_alive(&self) -> bool {
+        let state = lock(&self.state);
+        !state.connections.is_empty() || state.count() < self.connections
+    }
+
+    /// Whether this agent has made none of the connections.
+    pub(super) fn is_of_earlier_agent(&self) -> bool {
+        lock(&self.state).count() == 0
+    }
+
+    /// Whether the server answers a read, by any connection. Waits as long as requests do.
+    pub(super) fn answers(&self) -> bool {
+        sysfs::size_bytes(self.device.block.dev)
+            .and_then(|bytes| self.prove(bytes))
+            .is_ok()
+    }
+
     /// Fresh connections to the export, which must still fit ([`Link::fits`]).
     pub(super) fn open(&self, count: usize) -> Result<Vec<Connection>, NbdError> {
         let mut fresh = Vec::with_capacity(count);

@@ -8,7 +8,9 @@
 //! The agent's own descriptors of the sockets show which are dead, and shut them down
 //! where a device grows. They are closed when the agent ends: after a restart it cannot
 //! tell the state of a device's connections. So it offers each device a full set once; a
-//! healthy one drops it.
+//! healthy one drops it. A server at its limit of clients refuses that set while the device
+//! works: before a server is reported away, all connections are known to be dead, or a read
+//! of the device is not answered.
 
 use std::{
     collections::HashMap,

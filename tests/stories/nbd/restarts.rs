@@ -2,9 +2,9 @@
 
 use std::fs;
 
-use testkit::{Content, KINDS, MIB, NbdServer, Node, nbds_over};
+use testkit::{Content, KINDS, MIB, NbdServer, Node, eventually, nbds_over};
 
-use super::{blank, nbd_story};
+use super::{blank, health, nbd_story};
 
 #[test]
 fn pods_outlive_the_agent_and_a_server_that_moves_meanwhile() {
@@ -84,6 +84,40 @@ fn records_that_are_lost_are_rebuilt() {
             nbds_over(sandbox.dir().to_str().unwrap()),
             Vec::<String>::new()
         );
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_server_at_its_limit_of_clients_is_not_away() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let arguments = ["--filter=limit", "limit=1"];
+        let mut server = NbdServer::start_with(sandbox, false, &arguments).await;
+        let volume = blank(sandbox, &server, "v", "ext4").with("connections", "1");
+        // The server may not have noticed yet that the last client has gone.
+        node.retry_until_ok("staged", async || node.stage(&volume).await)
+            .await;
+        let target = node.up(&volume, "pod").await;
+        node.kill9().await;
+        node.restart().await;
+        node.wait_for_log("no fresh connections, but the device works")
+            .await;
+        assert_eq!(health(&node, &volume).await, [""; 0]);
+        Content::new("after").write(&target.join("file"));
+
+        server.kill9();
+        let is = async |away: bool| {
+            eventually("health says so", async || {
+                (health(&node, &volume).await.is_empty() != away).then_some(())
+            })
+            .await;
+        };
+        is(true).await;
+        server.restart().await;
+        is(false).await;
+        Content::new("at last").write(&target.join("other"));
+        node.down(&volume, "pod").await;
         node.assert_clean().await;
     });
 }
