@@ -27,7 +27,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tokio::{sync::mpsc, time::sleep_until};
+use tokio::{
+    sync::mpsc,
+    time::{sleep_until, timeout},
+};
 
 use super::{
     Spec, SupervisorError,
@@ -44,7 +47,7 @@ mod serving;
 mod start_args;
 mod verbs;
 
-use open::{OpenGuard, open_shared};
+use open::{OpenGuard, lock_out_udevd_of, open_shared};
 use start_args::StartCandidates;
 
 /// The time between two checks for a device that appears or disappears.
@@ -52,6 +55,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// The time between two attempts to restart a daemon; it doubles.
 const PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
+/// The longest time until a device is closed that no daemon serves.
+const CLOSED_WITHIN: Duration = Duration::from_secs(1);
 
 /// A volume, as its task has it.
 #[derive(Debug)]
@@ -79,7 +84,8 @@ pub struct ServedVolume {
     /// at its exit, the close would wait for reads in flight, and these for the daemon's
     /// socket, which it closes after that.
     open_guard: Option<OpenGuard>,
-    /// The lock that keeps udevd off the device while no daemon serves it.
+    /// The lock that keeps udevd off the device while no daemon serves it, also between two
+    /// attempts to start one.
     udev_lock: Option<OpenGuard>,
 }
 
@@ -221,11 +227,13 @@ impl ServedVolume {
         }
     }
 
-    /// Looks for a daemon that another process started.
+    /// Looks for a daemon that another process started, and for a disconnect by another
+    /// process.
     async fn look(&mut self) -> Result<(), SupervisorError> {
         if self.daemon.is_some() {
             return Ok(());
         }
+        self.reopen().await;
         let found = Daemon::find(&self.shared.lanes, &self.id).await;
         let found = found.map_err(failed("look for processes of", &self.id))?;
         if let Some((daemon, server)) = found {
@@ -240,6 +248,28 @@ impl ServedVolume {
             (self.resized, self.is_behind) = (0, false);
         }
         Ok(())
+    }
+
+    /// Closes the device for a moment, if it is locked: while it is open, the kernel shows
+    /// it even if another process has disconnected it.
+    async fn reopen(&mut self) {
+        let Ok(Some(NbdDevice { block, .. })) = self.device() else {
+            return;
+        };
+        if self.udev_lock.as_mut().and_then(OpenGuard::file).is_none() {
+            return;
+        }
+        let guards = [self.udev_lock.take(), self.open_guard.take()];
+        let files = guards.map(|guard| guard.and_then(OpenGuard::into_file));
+        let (device, cookie) = (block.clone(), self.id.clone());
+        let mut lock = OpenGuard::begin(&self.shared.lanes, &self.id, move || {
+            drop(files);
+            lock_out_udevd_of(&device, &cookie)
+        });
+        // The close takes longer if it writes what programs have written: a daemon has to
+        // serve that.
+        let locked = timeout(CLOSED_WITHIN, lock.is_open(&block)).await;
+        self.udev_lock = (!matches!(locked, Ok(Err(_)))).then_some(lock);
     }
 
     fn device(&self) -> Result<Option<NbdDevice>, SupervisorError> {

@@ -3,7 +3,7 @@
 use std::{
     fs::{self, File},
     os::unix::fs::MetadataExt as _,
-    path::Path,
+    path::{Path, PathBuf},
     time::Instant,
 };
 
@@ -12,9 +12,10 @@ use rustix::{
     process::{Pid, Signal, WaitId, WaitIdOptions, waitid},
 };
 
-use super::{MIB, Test, assert_holds, signal, write, wrong_key};
+use super::{MIB, Supervisor, Test, assert_holds, signal, write, wrong_key};
 use crate::{
     Done,
+    kernel::nbd::{self, NbdDevice, netlink::Driver},
     secret::Secret,
     supervisor::{Spec, SupervisorError},
 };
@@ -147,14 +148,12 @@ fn a_key_that_worked_is_kept_until_another_has() {
     assert!(may_be_looked_at(&node));
 }
 
-#[test]
-fn a_failed_restart_is_reported_and_retried_with_udevd_locked_out() {
-    let Some(test) = Test::new("again") else {
-        return;
-    };
+/// A supervisor without the key of a device whose daemon is dead, and the device, which it
+/// has locked.
+fn without_daemon(test: &Test) -> (Supervisor, PathBuf) {
     let supervisor = test.supervisor();
     let (node, _) = test.map(&supervisor).unwrap();
-    let pid = supervisor.status(&test).pid;
+    let pid = supervisor.status(test).pid;
     drop(supervisor);
     // The death of the daemon makes udevd look, which would then wait for the device: it is
     // kept off until the supervisor is next to lock it.
@@ -167,7 +166,15 @@ fn a_failed_restart_is_reported_and_retried_with_udevd_locked_out() {
     supervisor.until("it waits for the lock", || is_to_be_locked(&lock));
     drop(lock);
     supervisor.until("udevd is kept off", || !may_be_looked_at(&node));
+    (supervisor, node)
+}
 
+#[test]
+fn a_failed_restart_is_reported_and_retried_with_udevd_locked_out() {
+    let Some(test) = Test::new("again") else {
+        return;
+    };
+    let (supervisor, node) = without_daemon(&test);
     // A stage by a user that does not exist yet.
     let user = format!("late-{}", uuid::Uuid::new_v4().simple());
     let entity = format!("client.{user}");
@@ -184,11 +191,13 @@ fn a_failed_restart_is_reported_and_retried_with_udevd_locked_out() {
     assert!(matches!(error, SupervisorError::Denied { .. }), "{error}");
     let trouble = supervisor.status(&test).trouble.unwrap();
     assert!(trouble.contains(&entity), "{trouble}");
+    assert!(!may_be_looked_at(&node));
     let grown = supervisor
         .runtime
         .block_on(supervisor.keeper.grow(&test.spec.volume_id, 128 << 20));
     grown.unwrap_err();
     assert!(supervisor.status(&test).trouble.is_some());
+    assert!(!may_be_looked_at(&node));
 
     let file = test.dir.path().join("keyring");
     fs::write(&file, keyring).unwrap();
@@ -207,6 +216,22 @@ fn a_failed_restart_is_reported_and_retried_with_udevd_locked_out() {
     assert_eq!(test.map(&supervisor).unwrap().0, node);
     supervisor.until("udevd may look again", || may_be_looked_at(&node));
     supervisor.until("but not at partitions", || !may_be_scanned(&node));
+}
+
+#[test]
+fn a_device_that_others_disconnect_between_restarts_is_given_up() {
+    let Some(test) = Test::new("gone") else {
+        return;
+    };
+    let (supervisor, node) = without_daemon(&test);
+    let error = supervisor.map(&test.spec, wrong_key()).unwrap_err();
+    assert!(matches!(error, SupervisorError::Denied { .. }), "{error}");
+    assert!(!may_be_looked_at(&node));
+    let device = NbdDevice::attached_as(&test.spec.volume_id).unwrap();
+    let index = nbd::index_of(device.unwrap().block.dev).unwrap();
+    Driver::open().unwrap().disconnect(index).unwrap();
+    supervisor.until("it is given up", || supervisor.keeper.list().is_empty());
+    assert_eq!(NbdDevice::attached_as(&test.spec.volume_id).unwrap(), None);
 }
 
 #[test]

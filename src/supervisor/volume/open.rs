@@ -1,15 +1,18 @@
 //! A device that the supervisor has open. A lane opens and closes it, never the thread
 //! that serves calls: without a daemon either waits for one.
 
-use std::{fs::File, sync::Arc, time::Duration};
+use std::{fs::File, io, sync::Arc, time::Duration};
 
-use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::{
+    fs::{FlockOperation, OFlags, flock},
+    io::Errno,
+};
 use tokio::{sync::oneshot, time::timeout};
 
 use crate::{
     kernel::{
         block::{self, BlockDev},
-        nbd::{Claimed, netlink::Driver},
+        nbd::{Claimed, identifier_of, netlink::Driver},
     },
     lane::Lanes,
     supervisor::{SupervisorError, error::failed},
@@ -36,14 +39,14 @@ struct CloseOnLane {
 
 impl Drop for CloseOnLane {
     fn drop(&mut self) {
-        let file = self.file.take();
-        if let Some(file) = &file {
-            // Takes no time: it is locked already, exclusively.
-            let shared = flock(file, FlockOperation::NonBlockingLockShared);
-            shared.unwrap_or_else(|error| {
-                tracing::warn!(volume = self.volume, %error, "the device's lock is lost");
-            });
-        }
+        let Some(file) = self.file.take() else {
+            return;
+        };
+        // Takes no time: it is locked already, exclusively.
+        let shared = flock(&file, FlockOperation::NonBlockingLockShared);
+        shared.unwrap_or_else(|error| {
+            tracing::warn!(volume = self.volume, %error, "the device's lock is lost");
+        });
         let close = move || drop(file);
         drop(self.lanes.run(&self.volume, "close", close));
     }
@@ -78,13 +81,19 @@ impl OpenGuard {
         self.file.as_ref()?.file.clone()
     }
 
+    /// The file, if the device is open by now, for a lane to close; its lock stays.
+    pub fn into_file(mut self) -> Option<Arc<File>> {
+        drop(self.file());
+        self.file?.file.take()
+    }
+
     /// Waits until it is open, while a daemon serves it.
     pub async fn is_open(&mut self, device: &BlockDev) -> Result<(), SupervisorError> {
         if self.file.is_none() {
             let late = || failed("open", device.node.display());
             let opened = timeout(WITHIN, &mut self.opened).await;
             let opened = opened.map_err(|elapsed| late()(elapsed.into()))?;
-            let lost = |lost| late()(std::io::Error::other(lost));
+            let lost = |lost| late()(io::Error::other(lost));
             self.file = Some(opened.map_err(lost)??);
         }
         Ok(())
@@ -114,6 +123,16 @@ pub fn lock_out_udevd(
     let file = opened.map_or_else(|| open(device), Ok)?;
     lock(device, &file, FlockOperation::LockExclusive)?;
     Ok(file)
+}
+
+/// The same for a device that has just been closed, unless it is no longer attached under
+/// that cookie: another process has disconnected it.
+pub fn lock_out_udevd_of(device: &BlockDev, cookie: &str) -> Result<Arc<File>, SupervisorError> {
+    if identifier_of(device.dev).is_none_or(|has| has != cookie) {
+        let gone = io::Error::from(Errno::NODEV);
+        return Err(failed("open", device.node.display())(gone));
+    }
+    lock_out_udevd(device, None)
 }
 
 fn open(device: &BlockDev) -> Result<Arc<File>, SupervisorError> {
@@ -151,7 +170,7 @@ pub fn disconnect(
         claimed.drain(opened);
     }
     let down = Driver::open().and_then(|driver| claimed.disconnect(&driver));
-    if let (Err(_), Some(file)) = (&down, opened) {
+    if let (true, Err(_), Some(file)) = (is_served, &down, opened) {
         // udevd may look at a device that stays.
         let _ = flock(file, FlockOperation::NonBlockingLockShared);
     }

@@ -90,10 +90,10 @@ impl ServedVolume {
             // Nothing changes before a call brings a key.
             return;
         }
-        self.udev_lock = None;
-        if self.daemon.is_none() {
-            // Another process may have disconnected it.
-            self.open_guard = None;
+        let serves = |daemon: &Daemon| daemon.serves() || daemon.is_unheard();
+        if self.daemon.as_ref().is_some_and(serves) {
+            // Else udevd would wait for the device.
+            self.udev_lock = None;
         }
         self.retry = Some(Instant::now() + self.pause);
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
