@@ -9,11 +9,13 @@ use super::{
     BoundCephImage, CephSource, FormatKind, Known, LowerDevice,
     error::CephImageError,
     library::{EncryptionMetadata, QueriedImage},
+    nbd_backed,
 };
 use crate::{
     ceph::{
         csi_format::encryption,
         kms::{DEFAULT_KMS, Kms},
+        krbd::{Monitors, mapped::MappedIds},
     },
     device::{
         AttachOptions, HeldOpen, Source,
@@ -128,7 +130,7 @@ impl BoundCephImage<'_> {
             image: known.image.to_string(),
         };
         let query = |known: &Known<'_>| match known.queried(&self.images.connections)? {
-            Some(_) => Ok(()),
+            Some(queried) => refuse_another_cluster(known, queried, under, volume_id),
             None => Err(unreadable(known)),
         };
         let (known, ()) = self.where_it_is(secrets, query)?;
@@ -205,6 +207,30 @@ impl BoundCephImage<'_> {
         format()?;
         marker.clear()
     }
+}
+
+/// Refuses the device of another cluster than the image's: after a fail-over the device that
+/// is mapped still has the data of the former cluster, and the image's metadata would get a
+/// passphrase that only that device has.
+fn refuse_another_cluster(
+    known: &Known<'_>,
+    queried: &QueriedImage,
+    under: &BlockDev,
+    volume_id: &str,
+) -> Result<(), CephImageError> {
+    let is_another = if let Some(ids) = MappedIds::of(under.dev) {
+        ids.fsid != queried.fsid()
+    } else {
+        let monitors = Monitors::resolve(&known.cluster.monitors)?;
+        nbd_backed::is_of_another_cluster(volume_id, &monitors)?
+    };
+    if is_another {
+        return Err(CephImageError::AnotherCluster {
+            image: known.image.to_string(),
+            node: under.node.clone(),
+        });
+    }
+    Ok(())
 }
 
 fn passphrase(

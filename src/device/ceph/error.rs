@@ -87,6 +87,12 @@ pub enum CephImageError {
         "its image is mirrored, and its copy would not open with a new passphrase until it has the new key slot; end the replication, rotate the key, and begin the replication again"
     )]
     KeyOfMirror,
+    /// The cluster failed over since the image was mapped.
+    #[error(
+        "{} is mapped from another cluster than the one that has image {image} now, so its key is not rotated: end the volume's pods on this node, so that it is unstaged and staged again",
+        node.display()
+    )]
+    AnotherCluster { image: String, node: PathBuf },
     /// The volume's entry in the journal cannot be read.
     #[error(transparent)]
     Journal(#[from] JournalError),

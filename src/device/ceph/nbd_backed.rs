@@ -110,14 +110,26 @@ pub fn refuse_nbd_backed(
         return Ok(());
     }
     for (pid, server) in DaemonProcess::all().map_err(ClientError::Io)? {
-        // Of a daemon without monitors, the cluster may be this one.
-        let its = server.monitors.map(|given| Monitors::resolve(&[given]));
-        let is_other = matches!(its, Some(Ok(its)) if !monitors.meet(&its));
+        let is_other = has_other_monitors(&server, monitors);
         if !is_other && named(&server.image).is_some_and(|named| named.is_named_as(image)) {
             return Err(taken(format!("rbd-nbd, process {pid}")));
         }
     }
     Ok(())
+}
+
+/// Whether the daemon of the volume is known to serve the image of another cluster than the
+/// one with these monitors.
+pub fn is_of_another_cluster(volume_id: &str, monitors: &Monitors) -> Result<bool, CephImageError> {
+    let server = server_of(volume_id).map_err(ClientError::Io)?;
+    Ok(server.is_some_and(|(_, server)| has_other_monitors(&server, monitors)))
+}
+
+/// Of a daemon without monitors, the cluster may be this one.
+fn has_other_monitors(server: &DaemonProcess, monitors: &Monitors) -> bool {
+    let given = server.monitors.clone();
+    let its = given.map(|given| Monitors::resolve(&[given]));
+    matches!(its, Some(Ok(its)) if !monitors.meet(&its))
 }
 
 /// Whether a process serves the image for the volume, with or without a supervisor.

@@ -1,13 +1,14 @@
 //! csi-addons' rotation of encryption keys.
 
 use testkit::{
-    Ceph, Content, MIB, Sandbox, VaultServer, Volume, ceph_story, crash_at_each_step, rbds_of,
-    refused, run_err,
+    Ceph, Content, MIB, Node, Sandbox, Supervisor, VaultServer, Volume, ceph_story,
+    crash_at_each_step, rbds_of, refused, run_err, spec_of,
 };
 use tonic::{
     Code::{FailedPrecondition, InvalidArgument, NotFound, Unauthenticated, Unimplemented},
     Status,
 };
+use uring_csi::internals::encryption;
 use uring_csi::proto::addons::{
     encryptionkeyrotation::{
         EncryptionKeyRotateRequest,
@@ -16,7 +17,7 @@ use uring_csi::proto::addons::{
     identity::capability::Type,
 };
 
-use super::{provisioned::Class, write_or_check};
+use super::{encrypted, provisioned::Class, rbd_nbd::served, write_or_check};
 use crate::addons::Addons;
 
 impl Addons {
@@ -154,5 +155,49 @@ fn a_key_that_cannot_be_rotated_is_refused() {
         let refusal = class.addons.rotate(&volume).await;
         refused(refusal, Unauthenticated, &["encryptionPassphrase"]);
         class.node.unstage(&volume).await.unwrap();
+    });
+}
+
+#[test]
+fn a_device_of_the_former_cluster_keeps_its_key_after_a_fail_over() {
+    ceph_story(async |sandbox, ceph| {
+        let other = Ceph::another(sandbox);
+        let file = sandbox.dir().join("cluster-mapping.json");
+        let addons = Addons::new(sandbox);
+        let setup = encrypted::setup(sandbox, ceph).arg("--cluster-mapping");
+        let mut setup = setup.arg(file.to_str().expect("UTF-8"));
+        setup.args.extend(addons.args());
+        let supervisor = Supervisor::start(sandbox).await;
+        let socket = supervisor.socket().display().to_string();
+        let node = Node::start_with(sandbox, setup.arg("--holder").arg(&socket)).await;
+
+        let volume = || encrypted::sealed(ceph, encrypted::volume(ceph, "block"));
+        let mut volumes = [volume(), served(volume())];
+        for volume in &volumes {
+            node.stage(volume).await.unwrap();
+        }
+        let pool = |ceph: &Ceph| ceph.pool_id(&ceph.cluster.pool).to_string();
+        let mapping = serde_json::json!([{
+            "clusterIDMapping": {&ceph.cluster_id: &other.cluster_id},
+            "RBDPoolIDMapping": [{pool(ceph): pool(&other)}],
+        }]);
+        std::fs::write(&file, mapping.to_string()).unwrap();
+        ceph.configure(&[other.entry()]);
+        for volume in &mut volumes {
+            let spec = spec_of(volume);
+            let create = ["create", "-s", "96M", "--image-feature", "layering"];
+            other.cluster.rbd(&[&create[..], &[&spec]].concat());
+            let key = encryption::SEALED_KEY;
+            let sealed = ceph.cluster.rbd(&["image-meta", "get", &spec, key]);
+            let copy = ["image-meta", "set", &spec, key, sealed.trim()];
+            other.cluster.rbd(&copy);
+            volume.secrets.extend(other.secrets());
+            let refusal = addons.rotate(volume).await;
+            refused(refusal, FailedPrecondition, &["another cluster"]);
+            let kept = other.cluster.rbd(&["image-meta", "get", &spec, key]);
+            assert_eq!(kept, sealed);
+            node.unstage(volume).await.unwrap();
+        }
+        node.assert_clean().await;
     });
 }
