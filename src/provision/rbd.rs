@@ -71,6 +71,7 @@ mod operators;
 mod orphans;
 #[cfg(test)]
 mod panic_once;
+mod pools;
 mod qos;
 mod removal;
 mod replication;

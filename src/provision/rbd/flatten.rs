@@ -12,10 +12,7 @@ use std::{
 
 use serde_json::json;
 
-use super::{
-    error::RbdError,
-    trash::{ask_manager, has_manager, is_full},
-};
+use super::{error::RbdError, pools::ManagerStatus, trash::ask_manager};
 use crate::{
     ceph::client::{
         CephError,
@@ -280,7 +277,7 @@ fn flatten(image: &LongChained) -> Result<(), CephError> {
         "prefix": "rbd task add flatten",
         "image_spec": format!("{pool}/{name}"),
     });
-    if has_manager(pool) && !is_full(pool) && ask_manager(pool, &task)? {
+    if ManagerStatus::of(pool.cluster()).works_in(pool) && ask_manager(pool, &task)? {
         return Ok(());
     }
     flatten_here(&Image::open(pool, name, OpenMode::ReadWrite)?)

@@ -19,6 +19,7 @@ use super::{
     class::Class,
     error::RbdError,
     found::{ClusterConnection, FoundImage, found},
+    pools::{self, ListedPool},
     snapshots::show_snapshot,
 };
 use crate::{
@@ -203,10 +204,9 @@ impl RbdStore {
         let mut available = 0_u64;
         for id in ids {
             let cluster = self.link(&id, &Secrets::default())?.cluster;
-            let ask = |command| cluster.mon_command(&command);
-            let pools = ask(json!({"prefix": "osd pool ls", "detail": "detail", "format": "json"}));
-            let df = ask(json!({"prefix": "df", "format": "json"}));
-            let most = most_available_in(&df?, &pools?);
+            let pools = pools::list(&cluster)?;
+            let df = cluster.mon_command(&json!({"prefix": "df", "format": "json"}))?;
+            let most = most_available_in(&df, &pools);
             let what = format!("any RBD pool of cluster {id:?}");
             available = available.saturating_add(most.ok_or(RbdError::NotMeasured { what })?);
         }
@@ -361,12 +361,10 @@ fn available_in(df: &[u8], pool_id: i64) -> Option<u64> {
 /// The largest figure of a pool of the application `rbd`. A cluster without such a pool, which
 /// may have file systems alone, has no room for images.
 fn most_available_in(df: &[u8], pools: &[u8]) -> Option<u64> {
-    let pools: serde_json::Value = serde_json::from_slice(pools).ok()?;
-    let of_rbd = pools.as_array()?.iter();
-    let of_rbd = of_rbd.filter(|pool| pool["application_metadata"]["rbd"].is_object());
-    let mut ids = of_rbd
-        .filter_map(|pool| pool["pool_id"].as_i64())
-        .peekable();
+    let of_rbd = pools::parse(pools)?
+        .into_iter()
+        .filter(ListedPool::is_of_rbd);
+    let mut ids = of_rbd.map(|pool| pool.id).peekable();
     if ids.peek().is_none() {
         return Some(0);
     }

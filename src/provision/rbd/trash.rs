@@ -28,7 +28,9 @@ use std::{
 
 use serde_json::json;
 
-use super::{deletes::Deletes, error::RbdError, left_snapshots::sort_snapshots};
+use super::{
+    deletes::Deletes, error::RbdError, left_snapshots::sort_snapshots, pools::ManagerStatus,
+};
 use crate::{
     Kind,
     ceph::client::{
@@ -246,7 +248,7 @@ impl TrashPurger {
 
     /// Purges until nothing waits.
     fn work(&self, cluster: &str) {
-        let mut manager = None;
+        let mut manager: Option<ManagerStatus> = None;
         loop {
             let next = {
                 let mut queues = self.lock();
@@ -266,8 +268,10 @@ impl TrashPurger {
             self.deletes.pass();
             #[cfg(test)]
             self.panics.maybe();
-            let manager = *manager.get_or_insert_with(|| has_manager(&pool)) && !is_full(&pool);
-            let emptied = self.empty(&pool, &image, manager);
+            let known = manager.take().filter(|known| !known.is_old());
+            let manager =
+                manager.insert(known.unwrap_or_else(|| ManagerStatus::of(pool.cluster())));
+            let emptied = self.empty(&pool, &image, manager.works_in(&pool));
             match emptied {
                 Ok(Some((pool, parent))) => self.add(&pool, parent),
                 Ok(None) => {}
@@ -461,30 +465,6 @@ fn drop_snapshots(pool: &IoCtx, trashed: &Trashed, image: Image) -> Result<(), R
         or_missing(image.snapshot_remove(&snapshot))?;
     }
     Ok(())
-}
-
-/// Whether the cluster has an active manager; without one, a command to it would wait.
-pub fn has_manager(pool: &IoCtx) -> bool {
-    let answer = pool
-        .cluster()
-        .mon_command(&json!({"prefix": "mgr stat", "format": "json"}));
-    let stat = answer
-        .ok()
-        .and_then(|text| serde_json::from_slice(&text).ok());
-    stat.is_some_and(|stat: serde_json::Value| stat["available"] == true)
-}
-
-/// Whether the pool, or the cluster, has no room. There the manager's writes wait for it, also
-/// those of a removal, and with them all its later tasks.
-pub fn is_full(pool: &IoCtx) -> bool {
-    let command = json!({"prefix": "osd pool ls", "detail": "detail", "format": "json"});
-    let pools = pool.cluster().mon_command(&command).ok();
-    let pools = pools.and_then(|text| serde_json::from_slice(&text).ok());
-    let pools: Vec<serde_json::Value> = pools.unwrap_or_default();
-    let mut pools = pools.iter();
-    let this = pools.find(|one| one["pool_id"].as_i64() == Some(pool.pool_id()));
-    let flags = this.and_then(|one| one["flags_names"].as_str());
-    flags.is_some_and(|flags| flags.split(',').any(|flag| flag == "full"))
 }
 
 /// Adds a task to the manager; false if the manager refuses it. Without an answer it may still

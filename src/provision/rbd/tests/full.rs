@@ -1,6 +1,6 @@
 //! A pool that is at its quota.
 
-use super::{super::trash::is_full, *};
+use super::{super::pools::ManagerStatus, *};
 
 impl Home {
     fn set_quota(&self, objects: &str) {
@@ -22,9 +22,11 @@ async fn in_a_full_pool_deletes_make_room_and_creates_are_refused_at_once() {
     let made = home.make(home.volume("made", MIB)).await;
     let snapshot = home.snapshot("taken", &made.handle);
     let taken = home.rbd.create_snapshot(snapshot).await.unwrap();
-    home.set_quota("1");
     let pool = home.io();
-    testkit::eventually("a full pool", async || is_full(&pool).then_some(())).await;
+    let has_room = || ManagerStatus::of(pool.cluster()).works_in(&pool);
+    testkit::eventually("a manager", async || has_room().then_some(())).await;
+    home.set_quota("1");
+    testkit::eventually("a full pool", async || (!has_room()).then_some(())).await;
 
     let begun = Instant::now();
     let another = home.volume("another", MIB);
@@ -55,7 +57,7 @@ async fn in_a_full_pool_deletes_make_room_and_creates_are_refused_at_once() {
     })
     .await;
     home.set_quota("0");
-    testkit::eventually("room", async || (!is_full(&pool)).then_some(())).await;
+    testkit::eventually("room", async || has_room().then_some(())).await;
     let another = home.make(another).await;
     home.delete(&another.handle).await.unwrap();
 }
