@@ -54,7 +54,7 @@ mod scope;
 mod spares;
 mod spec;
 
-pub use room::Room;
+pub use room::{Room, RoomPromise};
 pub use spec::{PoolSpec, Pools};
 
 /// The nodes on which a pool's directory is mounted.

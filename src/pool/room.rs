@@ -1,5 +1,5 @@
 //! The room of a pool for new volumes and for growth: its free space less the unwritten
-//! bytes of its sparse images.
+//! bytes of its sparse images and of the copies under way.
 
 use std::{
     collections::BTreeMap,
@@ -12,7 +12,7 @@ use std::{
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
 use serde::Deserialize;
 
-use super::{Pool, PoolError};
+use super::{Pool, PoolError, draft::Draft};
 
 /// The room of a pool, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub struct Room {
     pub size: u64,
     /// Free bytes of the file system.
     pub free: u64,
-    /// Bytes of images that are not written yet.
+    /// Bytes of images, and of copies that this process makes, that are not written yet.
     pub promised: u64,
 }
 
@@ -32,12 +32,62 @@ impl Room {
     }
 }
 
+/// The bytes of copies under way, by their drafts.
+static PROMISES: Mutex<BTreeMap<PathBuf, u64>> = Mutex::new(BTreeMap::new());
+
+fn promises() -> MutexGuard<'static, BTreeMap<PathBuf, u64>> {
+    PROMISES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Room that a copy is to take, until this is dropped: what its draft has not taken yet counts
+/// as promised. Only this process counts it.
+#[derive(Debug)]
+pub struct RoomPromise {
+    draft: PathBuf,
+}
+
+impl Drop for RoomPromise {
+    fn drop(&mut self) {
+        promises().remove(&self.draft);
+    }
+}
+
 impl Pool {
+    /// Promises a copy so many bytes of room. The caller holds [`Pool::lock_room`], as for an
+    /// image.
+    pub fn promise_room(&self, draft: &Draft, bytes: u64) -> RoomPromise {
+        let draft = self.meta_path("tmp").join(draft.id());
+        promises().insert(draft.clone(), bytes);
+        RoomPromise { draft }
+    }
+
+    /// The bytes of copies that are not written yet.
+    fn promised_to_copies(&self) -> Result<u64, PoolError> {
+        let tmp = self.meta_path("tmp");
+        // A look at a draft may hang with its pool, and must not delay other pools.
+        let of_pool: Vec<_> = promises()
+            .range(tmp.clone()..)
+            .take_while(|(draft, _)| draft.starts_with(&tmp))
+            .map(|(draft, bytes)| (draft.clone(), *bytes))
+            .collect();
+        let mut promised = 0_u64;
+        for (draft, bytes) in of_pool {
+            let unwritten = match std::fs::metadata(&draft) {
+                Ok(found) => bytes.saturating_sub(found.blocks() * 512),
+                // It has ended.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
+                Err(error) => return Err(self.io("look at", &draft, error)),
+            };
+            promised = promised.saturating_add(unwritten);
+        }
+        Ok(promised)
+    }
+
     /// The room of this pool. Counts every image, also of static volumes; blocks that
     /// reflinked images share count in each.
     pub fn room(&self) -> Result<Room, PoolError> {
         let failed = |step| move |error| self.io(step, &self.dir, error);
-        let mut promised = 0_u64;
+        let mut promised = self.promised_to_copies()?;
         for entry in std::fs::read_dir(&self.dir).map_err(failed("list"))? {
             let entry = entry.map_err(failed("list"))?;
             match entry.metadata() {

@@ -245,9 +245,8 @@ impl ImageStore {
                 source: member.volume.to_owned(),
                 pool: pool.name.clone(),
             };
-            self.fill(draft, &member.origin, target, || {
-                member.origin.refuse_without_room()
-            })?;
+            let promise_room = || member.origin.promise_room(draft);
+            self.fill(draft, &member.origin, target, promise_room)?;
         }
         for (lease, image) in &leases {
             let holds = lease.holds();

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     crash_point,
     pool::{
-        Pool, PoolError,
+        Pool, PoolError, RoomPromise,
         claim::{ClaimError, ControllerClaim, Sharing},
         draft::Draft,
     },
@@ -79,25 +79,25 @@ impl ImageStore {
     }
 
     /// Fills an empty draft, which becomes `target`, with the origin's data: by reflink, which
-    /// is atomic, else by a copy, during which nothing may write to the origin. Asks first
-    /// whether a copy has room.
+    /// is atomic, else by a copy, during which nothing may write to the origin. A copy is
+    /// promised its room first, and the promise is returned.
     pub(super) fn fill(
         &self,
         draft: &Draft,
         origin: &SourceFile<'_>,
         target: CopyTarget,
-        has_room: impl FnOnce() -> Result<(), ProvisionError>,
-    ) -> Result<(), ProvisionError> {
+        promise_room: impl FnOnce() -> Result<RoomPromise, ProvisionError>,
+    ) -> Result<Option<RoomPromise>, ProvisionError> {
         let cannot = |e| failed("copy", &origin.path, e);
         if copy::reflink(&origin.file, draft.file()).map_err(cannot)? {
-            return origin.refuse_resized(draft.file());
+            return origin.refuse_resized(draft.file()).map(|()| None);
         }
         // Waits before the origin is claimed, and so withheld from nodes that would write.
         let running = self.copies.begin(target, origin.bytes)?;
-        has_room()?;
+        let promise = Some(promise_room()?);
         let Some(image) = &origin.volume_image else {
             let copied = copy_data(&origin.file, draft, origin.bytes, &running, &|| Ok(true));
-            return copied.map(drop).map_err(cannot);
+            return copied.map(|_| promise).map_err(cannot);
         };
         // In the pool of the image, where others look for its lock.
         let claim = ControllerClaim::new(origin.pool, &self.boot_id, Sharing::Readers)?;
@@ -114,7 +114,7 @@ impl ImageStore {
         };
         let released = claim.release(origin.pool, image);
         copied?;
-        released.map_err(ProvisionError::from)
+        released.map(|()| promise).map_err(ProvisionError::from)
     }
 }
 
@@ -190,14 +190,16 @@ impl<'s> SourceFile<'s> {
         })
     }
 
-    /// Refuses a copy of its data, which would take the space that others were promised.
-    pub fn refuse_without_room(&self) -> Result<(), ProvisionError> {
-        if self.overcommit {
-            return Ok(());
-        }
+    /// Promises a copy the room for its data; refuses one that would take the space that
+    /// others were promised.
+    pub fn promise_room(&self, draft: &Draft) -> Result<RoomPromise, ProvisionError> {
         let data = copy::data_bytes(&self.file);
         let data = data.map_err(|e| failed("look for the data of", &self.path, e))?;
-        refuse_beyond_room(self.pool, data)
+        let _room = self.pool.lock_room();
+        if !self.overcommit {
+            refuse_beyond_room(self.pool, data)?;
+        }
+        Ok(self.pool.promise_room(draft, data))
     }
 
     /// Refuses a file of the origin's data that has not the size which the request was

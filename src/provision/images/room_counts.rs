@@ -8,6 +8,7 @@
 //!   free bytes are read each time, what is told is too small by what was written.
 //! - Nodes discard blocks: free and promised bytes rise alike. The free bytes are told as of
 //!   the count at most, so that the same room is not told twice.
+//! - Copies begin, and snapshots end as copies: the promised bytes change by theirs.
 //! - An operator changes the size of a static image.
 //!
 //! Therefore a count serves a few minutes at most, and only while the free bytes are about

@@ -121,7 +121,8 @@ impl ImageStore {
             source: volume.to_owned(),
             pool: pool.name.clone(),
         };
-        self.fill(&draft, &origin, target, || origin.refuse_without_room())?;
+        let promise_room = || origin.promise_room(&draft);
+        self.fill(&draft, &origin, target, promise_room)?;
         let detail = SnapshotDetail::new(volume, SystemTime::now(), None);
         crash_point();
         let entry = place_snapshot(pool, held, name, detail, draft)?;

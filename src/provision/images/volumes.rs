@@ -147,6 +147,7 @@ impl ImageStore {
 
         let tmp = pool.meta_dir("tmp")?;
         let draft = Draft::new(&tmp).map_err(|e| failed("write in", &tmp, e))?;
+        let mut promise = None;
         if let (Some(from), Some(source)) = (&origin, &new.source) {
             let target = CopyTarget {
                 kind: CopyKind::Volume,
@@ -156,14 +157,19 @@ impl ImageStore {
                 pool: pool.name.clone(),
             };
             // Refused below, too, but then its data has taken space that others were promised.
-            let has_room = || refuse_without_room(pool, &detail.parameters, bytes);
-            self.fill(&draft, from, target, has_room)?;
+            let promise_room = || {
+                let _room = pool.lock_room();
+                refuse_without_room(pool, &detail.parameters, bytes)?;
+                Ok(pool.promise_room(&draft, bytes))
+            };
+            promise = self.fill(&draft, from, target, promise_room)?;
         }
         let there = draft.file().metadata();
         let there = there.map_err(|e| failed("look at a draft in", &tmp, e))?;
         // The copied data is allocated already, or shared.
         let more = bytes.saturating_sub(there.blocks() * 512);
         let room = pool.lock_room();
+        drop(promise);
         refuse_without_room(pool, &detail.parameters, more)?;
         crash_point();
         let image = VolumeDetail::image(pool, held.id);

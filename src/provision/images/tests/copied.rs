@@ -184,6 +184,39 @@ fn a_copy_that_fills_the_pool_leaves_nothing_of_itself() {
 }
 
 #[test]
+fn copies_under_way_are_not_promised_the_same_room() {
+    in_small_memory(async |home| {
+        let copies = Copies::new(2, 1);
+        let images = over(home.dir.path(), &copies);
+        let made = images.create_volume(new("source", 3 * MIB)).await.unwrap();
+        let data = vec![7; 3 << 20];
+        home.file(&made).write_all_at(&data, 0).unwrap();
+        let others = [hold_permit(&copies), hold_permit(&copies)];
+        // Each has room for itself.
+        let clones = ["one", "two"].map(|name| {
+            let clone = copy_of(name, 4 * MIB, ContentSource::Volume(made.handle.clone()));
+            let images = images.clone();
+            tokio::spawn(async move { images.create_volume(clone).await })
+        });
+        while copies.gate().load().waiting < 2 {
+            tokio::task::yield_now().await;
+        }
+        drop(others);
+        let mut refused = 0;
+        for clone in clones {
+            if let Err(error) = clone.await.unwrap() {
+                assert!(matches!(error, ProvisionError::NoRoom { .. }), "{error}");
+                refused += 1;
+            }
+        }
+        // Before it has copied anything.
+        assert_eq!((refused, copies.copied()), (1, 3 * MIB));
+        let images = home.files();
+        assert_eq!(images.len(), 6, "source and one clone: {images:?}");
+    });
+}
+
+#[test]
 fn a_snapshot_takes_no_space_that_others_were_promised() {
     in_small_memory(async |home| {
         let images = &home.images;
