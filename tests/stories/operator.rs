@@ -309,17 +309,22 @@ fn snapshots_have_names() {
     });
 }
 
+/// With a pool `hung`, whose disk may be stopped.
+async fn with_pool_to_hang(sandbox: &Sandbox) -> (StuckTree, Node, Controller) {
+    let hung = sandbox.pool("hung");
+    let disk = StuckTree::new(&hung);
+    let node = Node::start(sandbox).await;
+    let setup = ControllerSetup::new(sandbox).pool("hung", &hung);
+    (disk, node, Controller::start_with(sandbox, setup).await)
+}
+
 #[test]
 fn an_incomplete_list_names_the_hung_pool() {
     if !StuckFile::possible() {
         return;
     }
     story(async |sandbox| {
-        let hung = sandbox.pool("hung");
-        let disk = StuckTree::new(&hung);
-        let node = Node::start(sandbox).await;
-        let setup = ControllerSetup::new(sandbox).pool("hung", &hung);
-        let controller = Controller::start_with(sandbox, setup).await;
+        let (disk, node, controller) = with_pool_to_hang(sandbox).await;
         let operator = Operator::new(&node, &controller);
         operator.json(&["create", "here", "64Mi", "--pool", "main"]);
         operator.json(&["snapshot", "create", "here", "as-it-was"]);
@@ -353,11 +358,7 @@ fn a_hung_pool_delays_no_create_in_another() {
         return;
     }
     story(async |sandbox| {
-        let hung = sandbox.pool("hung");
-        let disk = StuckTree::new(&hung);
-        let node = Node::start(sandbox).await;
-        let setup = ControllerSetup::new(sandbox).pool("hung", &hung);
-        let controller = Controller::start_with(sandbox, setup).await;
+        let (disk, node, controller) = with_pool_to_hang(sandbox).await;
         let operator = Operator::new(&node, &controller);
         disk.stop_all();
         operator.json(&["create", "v", "64Mi", "--pool", "main"]);

@@ -1,9 +1,9 @@
 //! Files by `uringctl apply` and `up`, also of volumes that the controller makes.
 
-use std::fs;
+use std::{fs, path::PathBuf};
 
 use serde_json::Value;
-use testkit::{Content, MIB, SHARE, run, story};
+use testkit::{Content, Controller, MIB, SHARE, Sandbox, run, story};
 
 use super::{
     super::{nfs_controller, operator::Operator},
@@ -195,14 +195,19 @@ fn a_file_names_a_volume_of_the_controller() {
     });
 }
 
+/// A controller of directories of a share, and a machine.
+async fn over_share(sandbox: &Sandbox) -> (PathBuf, Controller, Machine) {
+    let share = sandbox.dir().join("export");
+    fs::create_dir(&share).unwrap();
+    let controller = nfs_controller::over(sandbox, &share).await;
+    (share, controller, Machine::start(sandbox).await)
+}
+
 /// The controller lists it without its name.
 #[test]
 fn a_directory_of_a_server_is_found_by_its_name_and_grown() {
     story(async |sandbox| {
-        let share = sandbox.dir().join("export");
-        fs::create_dir(&share).unwrap();
-        let controller = nfs_controller::over(sandbox, &share).await;
-        let machine = Machine::start(sandbox).await;
+        let (share, controller, machine) = over_share(sandbox).await;
         let operator = Operator::new(&machine.node, &controller);
         let file = sandbox.dir().join("data.toml");
         // Not that of the agent, which would try to mount it.
@@ -233,10 +238,7 @@ fn a_directory_of_a_server_is_found_by_its_name_and_grown() {
 #[test]
 fn a_volume_that_a_file_asks_for_is_not_deleted() {
     story(async |sandbox| {
-        let share = sandbox.dir().join("export");
-        fs::create_dir(&share).unwrap();
-        let controller = nfs_controller::over(sandbox, &share).await;
-        let machine = Machine::start(sandbox).await;
+        let (share, controller, machine) = over_share(sandbox).await;
         let operator = Operator::new(&machine.node, &controller);
         let claim = nfs_controller::claim("data", &[]);
         let made = controller.create(claim).await.expect("made");
