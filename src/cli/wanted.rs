@@ -574,7 +574,8 @@ impl Context {
     }
 
     /// Refuses to delete a volume that this node has, or that a file asks for: the controller
-    /// does not know who uses a directory of an NFS server. Passes where no agent runs.
+    /// does not know who uses a directory of an NFS server. Passes where no agent runs. The file
+    /// comes first: with it the volume would be taken down in vain.
     pub async fn refuse_delete(&self, volume: &str, volume_id: &str) -> Result<(), CliError> {
         let held = match self.held().await {
             Err(CliError::Unreachable { .. }) => return Ok(()),
@@ -584,6 +585,7 @@ impl Context {
             }
             held => held?,
         };
+        self.refuse_wanted(volume, volume_id, |_| true).await?;
         if let Some(held) = held.into_iter().find(|held| held.volume_id == volume_id) {
             let target = held.targets.into_iter().next().map(|target| target.path);
             let mut paths = target.into_iter().chain([held.staging_path]);
@@ -592,7 +594,7 @@ impl Context {
                 path: paths.find(|path| !path.is_empty()),
             });
         }
-        self.refuse_wanted(volume, volume_id, |_| true).await
+        Ok(())
     }
 
     /// Refuses a volume that a file asks for, if `is_it` as well.
