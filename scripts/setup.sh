@@ -20,7 +20,8 @@ set -euo pipefail
   demo=(xfsprogs util-linux mount kmod)
   # The servers of the volumes. python3 runs the cluster.
   nbd=(nbdkit nbd-client)
-  nfs=(nfs-ganesha nfs-ganesha-vfs)
+  # rpcbind finds its port in netbase's /etc/services.
+  nfs=(nfs-ganesha nfs-ganesha-vfs netbase)
   rbd=(ceph-mon ceph-mgr ceph-osd ceph-common librbd1 librados2 python3)
   # User-Mode Linux, for kernels without the backend's driver.
   kernel=(busybox-static patchelf udev)
