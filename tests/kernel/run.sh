@@ -6,6 +6,8 @@
 #   HOST_KERNEL=1          on this machine's kernel, which must have all drivers
 #   TEST_KERNEL=required   fail if the kernel cannot run; otherwise print that and
 #                          succeed
+#   LEFT_FOR_KERNEL=FILE   only the tests that it names, if it exists, and those that are
+#                          ignored elsewhere
 #   LIBRARY=FILE STORIES=FILE  run these test programs instead of building them
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -27,6 +29,9 @@ tests/kernel/in.sh || passed_over $?
 
 if [[ -z ${LIBRARY:-} ]]; then . tests/kernel/build.sh; fi
 
+left=${LEFT_FOR_KERNEL:-}
+[[ -f $left ]] || left=
+
 parts=2
 if [[ ${HOST_KERNEL:-} == 1 ]] || (($(nproc) < parts)); then parts=1; fi
 kernels=()
@@ -34,7 +39,7 @@ kernels=()
 trap '((!${#kernels[@]})) || kill "${kernels[@]}" 2>/dev/null || true' EXIT
 for ((part = 1; part <= parts; part++)); do
   NTH=$part tests/kernel/in.sh tests/kernel/suite.sh "${ONLY:-}" "$LIBRARY" "$STORIES" \
-    "$part" "$parts" &
+    "$part" "$parts" "$left" &
   kernels+=($!)
 done
 code=0

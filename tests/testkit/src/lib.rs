@@ -108,8 +108,10 @@ fn longest() -> Duration {
 
 /// Runs `body` in a [`Sandbox`], on a thread and a runtime of its own.
 pub fn story(body: impl AsyncFnOnce(&Sandbox) + Send) {
+    // The test's name.
+    let name = thread::current().name().unwrap_or_default().to_owned();
     let outcome = thread::scope(|scope| {
-        let story = scope.spawn(move || {
+        let work = move || {
             // First of all: the runtime's own threads inherit the namespace.
             let sandbox = Sandbox::new();
             tokio::runtime::Builder::new_current_thread()
@@ -121,8 +123,9 @@ pub fn story(body: impl AsyncFnOnce(&Sandbox) + Send) {
                         .await
                         .expect("the story hangs");
                 });
-        });
-        story.join()
+        };
+        let story = thread::Builder::new().name(name).spawn_scoped(scope, work);
+        story.expect("a thread").join()
     });
     if let Err(panic) = outcome {
         resume_unwind(panic);

@@ -1,8 +1,8 @@
 //! Reports the tests that were skipped because this machine lacks something: a test that
 //! passes shows no output. `make unit` and `make test-kernel` list them at their ends, from
-//! the file that `NOT_TESTED` names.
+//! the file that `NOT_TESTED` names: a line has the test's name, a tab and the reason.
 
-use std::{env, fs::File, io::Write as _};
+use std::{env, fs::File, io::Write as _, thread};
 
 /// Reports that a test does nothing here, for the reason `what`. On the test kernel,
 /// where every test must run, it fails instead.
@@ -16,7 +16,11 @@ pub fn report_not_tested(what: &str) {
     eprintln!("**** NOT TESTED: {what}");
     if let Some(list) = env::var_os("NOT_TESTED") {
         let list = File::options().create(true).append(true).open(list);
-        let line = format!("{what}\n");
+        // The thread of a test or story has its name.
+        let thread = thread::current();
+        let name = thread.name().expect("the thread of a test");
+        let what = what.replace(['\n', '\t'], " ");
+        let line = format!("{name}\t{what}\n");
         list.and_then(|mut list| list.write_all(line.as_bytes()))
             .expect("the list of skipped tests");
     }
