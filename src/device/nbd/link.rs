@@ -215,7 +215,13 @@ impl Link {
         }
         let block = sysfs::block_bytes(dev).map_err(failed("read the block size of"))?;
         let largest = sysfs::largest_kibibytes(dev).map_err(failed("read the limits of"))?;
-        let what = if let Some(what) = no_longer(self.flags & !shape.flags, self.connections) {
+        let zeroes = sysfs::most_zeroes(dev).map_err(failed("read the limits of"))?;
+        let requests = Requests {
+            writes: !self.device.read_only,
+            writes_zeroes: zeroes > 0,
+            connections: self.connections,
+        };
+        let what = if let Some(what) = requests.no_longer(self.flags, shape.flags) {
             format!("no longer supports {what}, which {} uses", node.display())
         } else if u64::from(shape.block_bytes) > block {
             format!(
@@ -256,20 +262,41 @@ impl Link {
     }
 }
 
-/// Of the flags that an export has lost, the first without which the kernel's requests fail,
-/// or do not have their effect. File systems bear a trim that fails.
-fn no_longer(lost: u16, connections: usize) -> Option<&'static str> {
-    let acted_on = [
-        (flags::FLUSH, "flushes"),
-        (flags::FUA, "forced writes (FUA)"),
-        (flags::WRITE_ZEROES, "writes of zeros"),
-        (flags::CAN_MULTI_CONN, "several connections"),
-    ];
-    let is_used = |flag| flag != flags::CAN_MULTI_CONN || connections > 1;
-    let mut lost = acted_on
-        .iter()
-        .filter(|(flag, _)| lost & flag != 0 && is_used(*flag));
-    lost.next().map(|(_, what)| *what)
+/// The requests that the kernel sends to a device's server.
+struct Requests {
+    /// Whether it writes to the device.
+    writes: bool,
+    /// Whether it sends `NBD_CMD_WRITE_ZEROES`, which the driver has since Linux 6.12.
+    writes_zeroes: bool,
+    connections: usize,
+}
+
+impl Requests {
+    /// What the first of them needs that an export `had` and no longer `has`: without it the
+    /// request fails, or does not have its effect. File systems bear a trim that fails.
+    fn no_longer(&self, had: u16, has: u16) -> Option<&'static str> {
+        // The driver forces writes only where it also flushes (`nbd_set_size`).
+        let forces = self.writes && had & flags::FLUSH != 0;
+        let needed = [
+            (flags::FLUSH, "flushes", true),
+            (flags::FUA, "forced writes (FUA)", forces),
+            (
+                flags::WRITE_ZEROES,
+                "writes of zeros",
+                self.writes && self.writes_zeroes,
+            ),
+            (
+                flags::CAN_MULTI_CONN,
+                "several connections",
+                self.connections > 1,
+            ),
+        ];
+        let lost = had & !has;
+        let mut lost = needed
+            .iter()
+            .filter(|(flag, _, is_sent)| *is_sent && lost & flag != 0);
+        lost.next().map(|(_, what, _)| *what)
+    }
 }
 
 #[cfg(test)]
@@ -305,18 +332,47 @@ mod tests {
     }
 
     #[test]
-    fn what_an_export_no_longer_supports_is_named() {
+    fn only_what_the_kernel_sends_is_required_of_an_export() {
+        let all = Requests {
+            writes: true,
+            writes_zeroes: true,
+            connections: 2,
+        };
+        let one = Requests {
+            connections: 1,
+            ..all
+        };
+        let without_zeroes = Requests {
+            writes_zeroes: false,
+            ..all
+        };
+        let read_only = Requests {
+            writes: false,
+            ..all
+        };
         let flushes = flags::FLUSH | flags::FUA;
-        for (lost, connections, what) in [
-            (0, 4, None),
-            (flushes, 1, Some("flushes")),
-            (flags::WRITE_ZEROES, 1, Some("writes of zeros")),
-            (flags::CAN_MULTI_CONN, 1, None),
-            (flags::CAN_MULTI_CONN, 2, Some("several connections")),
+        let every = flushes | flags::WRITE_ZEROES | flags::CAN_MULTI_CONN;
+        for (requests, had, lost, what) in [
+            (&all, every, 0, None),
+            (&all, every, flushes, Some("flushes")),
+            (&all, every, flags::FUA, Some("forced writes (FUA)")),
+            (&all, flags::FUA, flags::FUA, None),
+            (&all, every, flags::WRITE_ZEROES, Some("writes of zeros")),
+            (&without_zeroes, every, flags::WRITE_ZEROES, None),
+            (
+                &all,
+                every,
+                flags::CAN_MULTI_CONN,
+                Some("several connections"),
+            ),
+            (&one, every, flags::CAN_MULTI_CONN, None),
+            (&read_only, every, flags::FUA | flags::WRITE_ZEROES, None),
+            (&read_only, every, flushes, Some("flushes")),
             // Rotational, and that there are flags.
-            (1 | 1 << 4, 4, None),
+            (&all, every | 1 | 1 << 4, 1 | 1 << 4, None),
         ] {
-            assert_eq!(no_longer(lost, connections), what, "{lost:b}");
+            let has = had & !lost;
+            assert_eq!(requests.no_longer(had, has), what, "{had:b} {lost:b}");
         }
     }
 
