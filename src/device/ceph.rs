@@ -214,6 +214,13 @@ impl CephImages {
         canonical
     }
 
+    /// Whether the configuration gives the cluster one of these monitors.
+    fn is_of(&self, cluster_id: &str, monitors: &Monitors) -> bool {
+        self.cluster(cluster_id).is_ok_and(|cluster| {
+            Monitors::resolve(&cluster.monitors).is_ok_and(|its| its.meet(monitors))
+        })
+    }
+
     /// The image, bound to this node's clusters.
     pub fn bind<'a>(&'a self, source: &'a CephSource) -> BoundCephImage<'a> {
         BoundCephImage {

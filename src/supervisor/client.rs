@@ -52,6 +52,8 @@ pub enum Refusal {
     Unauthenticated,
     /// The image or the volume is missing.
     NotFound,
+    /// The volume's device is of another cluster.
+    Elsewhere,
     /// Work on the volume is under way.
     UnderWay,
     /// The device is in use.
@@ -71,6 +73,7 @@ impl Refusal {
             Code::InvalidArgument | Code::AlreadyExists => Self::Precondition,
             Code::PermissionDenied | Code::Unauthenticated => Self::Unauthenticated,
             Code::NotFound => Self::NotFound,
+            Code::ResourceExhausted => Self::Elsewhere,
             Code::Aborted => Self::UnderWay,
             Code::FailedPrecondition => Self::Busy,
             Code::Cancelled => Self::Unpublished,
@@ -83,7 +86,7 @@ impl ClientError {
     /// The kind of the error.
     pub fn kind(&self) -> Kind {
         match self {
-            Self::Refused(Refusal::Precondition, _) => Kind::Precondition,
+            Self::Refused(Refusal::Precondition | Refusal::Elsewhere, _) => Kind::Precondition,
             Self::Refused(Refusal::Unauthenticated, _) => Kind::Unauthenticated,
             Self::Refused(Refusal::NotFound, _) => Kind::NotFound,
             Self::Refused(Refusal::UnderWay, _) => Kind::InUse,

@@ -21,6 +21,18 @@ pub enum SupervisorError {
         /// The difference.
         how: String,
     },
+    /// The device has the image of that name of another cluster.
+    #[error(
+        "volume {volume_id} is mapped as {node} of cluster {known}, not {given}: end the volume's pods on this node, so that it is unstaged and staged again"
+    )]
+    Elsewhere {
+        volume_id: String,
+        node: String,
+        /// The `clusterID` that it was mapped by.
+        known: String,
+        /// The requested one.
+        given: String,
+    },
     /// The cluster refused the user.
     #[error(
         "the cluster does not let client.{user} map image {image}: check userID, userKey and the user's caps (ceph auth get client.{user})"
@@ -130,6 +142,7 @@ impl SupervisorError {
         match self {
             Self::Spec(_) => Code::InvalidArgument,
             Self::Otherwise { .. } => Code::AlreadyExists,
+            Self::Elsewhere { .. } => Code::ResourceExhausted,
             Self::Denied { .. } => Code::PermissionDenied,
             Self::Silent { .. } => Code::Unavailable,
             Self::Missing { .. } | Self::Unknown(_) => Code::NotFound,

@@ -10,6 +10,7 @@ use uuid::Uuid;
 
 use super::NbdOptions;
 use crate::ceph::{
+    client::monitor,
     csi_format::map_options::{OptionError, is_spec_part, is_text},
     krbd::ImageSpec,
 };
@@ -111,6 +112,16 @@ impl Spec {
         }
     }
 
+    /// Whether its image, although of the same name, may have other data: after a fail-over
+    /// both clusters have it. A cluster that was only renamed has the same monitors.
+    pub fn is_of_another_cluster_than(&self, other: &Self) -> bool {
+        let [one, two] = [self, other].map(|spec| &spec.image.cluster_id);
+        let [mine, others] =
+            [self, other].map(|spec| monitor::addresses(&spec.monitors).unwrap_or_default());
+        let is_renamed = mine.iter().any(|monitor| others.contains(monitor));
+        one != two && !one.is_empty() && !two.is_empty() && !is_renamed
+    }
+
     /// The image as Ceph's programs name it.
     pub fn name(&self) -> String {
         let anywhere = ImageSpec {
@@ -174,6 +185,31 @@ mod tests {
             options: NbdOptions::default(),
             read_only: false,
             fencing: None,
+        }
+    }
+
+    #[test]
+    fn a_cluster_of_another_name_is_known_by_its_monitors() {
+        let known = spec("a handle", "pool", "image");
+        for (cluster_id, monitors, is_another) in [
+            ("lab", "10.0.0.9:6789", false),
+            ("mirror", "10.0.0.9:6789", true),
+            ("renamed", "10.0.0.9:6789,10.0.0.1:6789", false),
+            ("", "10.0.0.9:6789", false),
+        ] {
+            let mut given = known.clone();
+            given.image.cluster_id = cluster_id.to_owned();
+            given.monitors = vec![monitors.to_owned()];
+            assert_eq!(
+                known.is_of_another_cluster_than(&given),
+                is_another,
+                "{cluster_id}"
+            );
+            assert_eq!(
+                given.is_of_another_cluster_than(&known),
+                is_another,
+                "{cluster_id}"
+            );
         }
     }
 

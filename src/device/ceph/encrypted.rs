@@ -106,7 +106,7 @@ impl BoundCephImage<'_> {
                 let queried = known.queried(&self.images.connections)?;
                 self.kms(kms_id, queried, volume_id)
             };
-            self.where_it_is(secrets, kms)?.1
+            self.where_it_is(volume_id, secrets, kms)?.1
         };
         if is_new {
             kms.create_for_files(secrets, volume_id)?;
@@ -133,7 +133,7 @@ impl BoundCephImage<'_> {
             Some(queried) => refuse_another_cluster(known, queried, under, volume_id),
             None => Err(unreadable(known)),
         };
-        let (known, ()) = self.where_it_is(secrets, query)?;
+        let (known, ()) = self.where_it_is(volume_id, secrets, query)?;
         let queried = known.queried(&self.images.connections)?;
         let queried = queried.ok_or_else(|| unreadable(&known))?;
         let kms = self.kms(kms_id, Some(queried), volume_id)?;

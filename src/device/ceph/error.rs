@@ -230,14 +230,24 @@ impl CephImageError {
         }
     }
 
-    /// Whether the cluster has no such image or user: the image may be in a cluster to
-    /// which this one failed over.
+    /// Whether the volume's device, if it has one, is of another cluster.
+    pub fn has_other_device(&self) -> bool {
+        matches!(
+            self,
+            Self::Unmapped { .. } | Self::Supervisor(ClientError::Refused(Refusal::Elsewhere, _))
+        )
+    }
+
+    /// Whether the cluster has no such image, user or device: the image may be in a cluster
+    /// to which this one failed over.
     pub fn is_elsewhere(&self) -> bool {
         let is_unknown = matches!(
             self,
             Self::Config(ConfigError::Unknown { .. } | ConfigError::NoMonitors { .. })
         );
-        is_unknown || matches!(self.kind(), Kind::NotFound | Kind::Unauthenticated)
+        is_unknown
+            || self.has_other_device()
+            || matches!(self.kind(), Kind::NotFound | Kind::Unauthenticated)
     }
 
     /// Whether the device is in use.

@@ -89,36 +89,44 @@ impl BoundCephImage<'_> {
         options: &AttachOptions,
     ) -> Result<(Known<'_>, LowerDevice, Done), CephImageError> {
         let map = |known: &Known<'_>| self.map(known, options);
-        let (known, (lower, done)) = self.where_it_is(&options.secrets, map)?;
+        let (known, (lower, done)) = self.where_it_is(&options.volume_id, &options.secrets, map)?;
         Ok((known, lower, done))
     }
 
-    /// Works on the image where it is.
+    /// Works on the image where it is: where this node has mapped it, else in the first of
+    /// these clusters that has it.
     pub(super) fn where_it_is<T>(
         &self,
+        volume_id: &str,
         secrets: &Secrets,
         work: impl Fn(&Known<'_>) -> Result<T, CephImageError>,
     ) -> Result<(Known<'_>, T), CephImageError> {
-        let at = |cluster_id: &str, pool_id| {
+        let at = |cluster_id: &str, pool_id| -> Result<_, CephImageError> {
             let known = self.known(cluster_id, pool_id, secrets)?;
             let done = work(&known)?;
             Ok((known, done))
         };
-        let cluster_id = &self.source.image.cluster_id;
-        let own = at(cluster_id, self.source.pool_id);
-        let Some(pool_id) = self.source.pool_id else {
-            return own;
-        };
-        if !own.as_ref().is_err_and(CephImageError::is_elsewhere) {
-            return own;
+        let mut places = self.images.places_of(self.source);
+        if places.len() > 1
+            && let Some(monitors) = nbd_backed::monitors_of_device(volume_id)
+        {
+            // Its own cluster may have such an image again, or may not answer.
+            places.sort_by_key(|(cluster_id, _)| !self.images.is_of(cluster_id, &monitors));
         }
-        for (cluster_id, pool_id) in self.images.mappings.of(cluster_id, pool_id)? {
-            match at(&cluster_id, Some(pool_id)) {
-                Err(error) if error.is_elsewhere() => {}
+        let mut errors = Vec::new();
+        for (cluster_id, pool_id) in places {
+            match at(&cluster_id, pool_id) {
+                Err(error) if error.is_elsewhere() => errors.push(error),
                 found => return found,
             }
         }
-        own
+        if let Some(pool_id) = self.source.pool_id {
+            // Where the mappings cannot be read, there may be more places.
+            let own = &self.source.image.cluster_id;
+            let _ = self.images.mappings.of(own, pool_id)?;
+        }
+        let told = errors.iter().position(CephImageError::has_other_device);
+        Err(errors.swap_remove(told.unwrap_or(0)))
     }
 
     fn known(

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     Detached, Done,
-    ceph::krbd::{ImageSpec, Monitors},
+    ceph::krbd::{self, ImageSpec, Monitors},
     crash_point,
     device::{
         AttachOptions, Backing, Condition, Device, Source,
@@ -83,6 +83,21 @@ fn server_of(volume_id: &str) -> std::io::Result<Option<(i32, DaemonProcess)>> {
     let servers = DaemonProcess::all()?.into_iter();
     let mut its = servers.filter(|(_, server)| server.cookie == volume_id);
     Ok(its.next())
+}
+
+/// The monitors by which this node has mapped an image for the volume, by either driver;
+/// none where it has not, or where no process serves rbd-nbd's device.
+pub fn monitors_of_device(volume_id: &str) -> Option<Monitors> {
+    let given = match krbd::find_marked(volume_id).ok()? {
+        Some(mapped) => mapped
+            .config
+            .monitors
+            .iter()
+            .map(ToString::to_string)
+            .collect(),
+        None => vec![server_of(volume_id).ok()??.1.monitors?],
+    };
+    Monitors::resolve(&given).ok()
 }
 
 /// The id of the process that serves a device, which must be one of rbd-nbd.

@@ -1,11 +1,14 @@
 //! The mapped images that a stage file of ceph-csi may describe.
 
-use std::fs;
+use std::{collections::HashMap, fs};
 
 use serde_json::json;
 
 use super::*;
-use crate::ceph::client::rados::Timeouts;
+use crate::{
+    ceph::client::rados::Timeouts,
+    supervisor::client::{ClientError, Refusal},
+};
 
 const KNOWN: [&str; 3] = ["ours", "theirs", "mirror"];
 const HANDLE: &str = "0001-0004-ours-0000000000000004-36eaa70e-eb63-11ea-8e79-246e96907f74";
@@ -41,6 +44,16 @@ impl Home {
             },
         };
         Self { dir, images }
+    }
+
+    /// The clusters fail over to each other.
+    fn fail_over(&self) {
+        let mapping = json!([{
+            "clusterIDMapping": {"ours": "mirror"},
+            "RBDPoolIDMapping": [{"4": "7"}],
+        }]);
+        let file = self.dir.path().join("cluster-mapping.json");
+        fs::write(file, mapping.to_string()).unwrap();
     }
 
     fn belongs_to_other_volume(&self, mapped: &Mapped) -> bool {
@@ -94,12 +107,7 @@ fn an_image_of_another_pool_or_cluster_belongs_to_another_volume() {
 fn after_a_fail_over_the_mirror_belongs_to_the_volume() {
     let home = Home::new();
     assert!(home.belongs_to_other_volume(&mapped("mirror", 7)));
-    let mapping = json!([{
-        "clusterIDMapping": {"ours": "mirror"},
-        "RBDPoolIDMapping": [{"4": "7"}],
-    }]);
-    let file = home.dir.path().join("cluster-mapping.json");
-    fs::write(file, mapping.to_string()).unwrap();
+    home.fail_over();
     for (cluster, pool_id, is_its) in [
         ("mirror", 7, true),
         ("ours", 4, true),
@@ -110,6 +118,43 @@ fn after_a_fail_over_the_mirror_belongs_to_the_volume() {
     ] {
         let belongs_to_other_volume = home.belongs_to_other_volume(&mapped(cluster, pool_id));
         assert_eq!(belongs_to_other_volume, !is_its, "{cluster} {pool_id}");
+    }
+}
+
+#[test]
+fn a_device_of_the_other_cluster_is_looked_for_there() {
+    let home = Home::new();
+    home.fail_over();
+    let stage_file = br#"{"Version": 3, "pool": "pool", "image": "image"}"#;
+    let source = CephSource::from_stage_file(stage_file, HANDLE).unwrap();
+    let key = "AQD9jwFrAAAAABAAuX/tNCvFFjDZjYv/o18bHA==";
+    let secrets = [("userID", "csi"), ("userKey", key)];
+    let secrets = secrets.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let secrets: Secrets = HashMap::from(secrets).into();
+    let refused = |refusal| {
+        let error = ClientError::Refused(refusal, "why".to_owned());
+        Err(CephImageError::Supervisor(error))
+    };
+    let unmapped = || {
+        let image = "image".to_owned();
+        Err(CephImageError::Unmapped { image })
+    };
+    for (by_krbd, is_mirrored) in [(true, true), (true, false), (false, true), (false, false)] {
+        let work = |known: &Known<'_>| match &*known.cluster.cluster_id {
+            "ours" if by_krbd => unmapped(),
+            "ours" => refused(Refusal::Elsewhere),
+            _ if is_mirrored => Ok(()),
+            _ => refused(Refusal::NotFound),
+        };
+        match home
+            .images
+            .bind(&source)
+            .where_it_is(HANDLE, &secrets, work)
+        {
+            Ok((known, ())) => assert_eq!(known.cluster.cluster_id, "mirror"),
+            // What became of the device says more than a cluster without the image.
+            Err(error) => assert!(error.has_other_device() && !is_mirrored, "{error}"),
+        }
     }
 }
 

@@ -102,14 +102,17 @@ impl ServedVolume {
                 spec.name()
             )));
         }
-        // Of one name after a fail-over, and with other data than the device had.
-        let cluster_of =
-            |spec: &Spec| Some(spec.image.cluster_id.clone()).filter(|id| !id.is_empty());
-        let known = self.candidates.spec().and_then(cluster_of);
-        if let (Some(known), Some(given)) = (known, cluster_of(&spec))
-            && known != given
+        if let Some(known) = self
+            .candidates
+            .spec()
+            .filter(|known| known.is_of_another_cluster_than(&spec))
         {
-            return Err(otherwise(format!("of cluster {known}, not {given}")));
+            return Err(SupervisorError::Elsewhere {
+                volume_id: self.id.clone(),
+                node: device.block.node.display().to_string(),
+                known: known.image.cluster_id.clone(),
+                given: spec.image.cluster_id,
+            });
         }
         if device.read_only != spec.read_only {
             let how = if device.read_only {

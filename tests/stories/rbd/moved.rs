@@ -2,14 +2,14 @@
 //! monitor moved to another address.
 
 use testkit::{
-    Ceph, Content, MovedMonitors, Sandbox, Supervisor, TestCluster, ceph_story,
-    cluster_of_three_story, own_cluster_story, refused, spec_of,
+    Ceph, Content, MovedMonitors, Node, Sandbox, Supervisor, TestCluster, Volume, ceph_story,
+    cluster_of_three_story, own_cluster_story, rbds_over, refused, spec_of,
 };
 use tonic::Code::NotFound;
 
 use super::{
     lifecycle,
-    rbd_nbd::{node_with, served},
+    rbd_nbd::{nbds, node_with, served},
     write_or_check,
 };
 
@@ -23,9 +23,12 @@ fn an_image_is_found_in_the_cluster_it_failed_over_to() {
             "RBDPoolIDMapping": [{pool(ceph): pool(&other)}],
         }]);
         let file = sandbox.dir().join("cluster-mapping.json");
-        let setup = ceph.setup(sandbox).arg("--cluster-mapping");
-        let node = setup.arg(file.to_str().expect("UTF-8"));
-        let node = testkit::Node::start_with(sandbox, node).await;
+        let supervisor = Supervisor::start(sandbox).await;
+        let socket = supervisor.socket().display().to_string();
+        let setup = ceph.setup(sandbox).arg("--holder").arg(&socket);
+        let setup = setup.arg("--cluster-mapping");
+        let setup = setup.arg(file.to_str().expect("UTF-8"));
+        let node = Node::start_with(sandbox, setup).await;
 
         let mut volume = ceph.over(&ceph.image_name(), "ext4");
         let create = ["create", "-s", "64M", "--image-feature", "layering"];
@@ -37,10 +40,78 @@ fn an_image_is_found_in_the_cluster_it_failed_over_to() {
         // The test clusters have users of equal names, with keys of their own.
         volume.secrets = other.secrets();
         lifecycle(&node, &volume).await;
+        publish_fenced(&other, &volume);
+        for volume in [volume.clone(), served(volume.clone())] {
+            let known = [ceph.entry(), other.entry()];
+            let content = Content::new("moved");
+            let target = node.up(&volume, "pod").await;
+            write_or_check(&volume, &target, &content, true);
+            stage_again(&node, &volume).await.unwrap();
+            // The next supervisor needs the key again.
+            supervisor.kill9().await;
+            supervisor.restart().await;
+            stage_again(&node, &volume).await.unwrap();
+            let status = supervisor.status(&volume).await;
+            assert!(status.is_none_or(|status| status.has_key));
+            // Without the cluster that it is mapped in.
+            ceph.configure(&[ceph.entry()]);
+            stage_again(&node, &volume).await.unwrap_err();
+            ceph.configure(&known);
+            stage_again(&node, &volume).await.unwrap();
+            assert_eq!(rbds_over(&volume).len() + nbds(&volume).len(), 1);
+            write_or_check(&volume, &target, &content, false);
+            node.down(&volume, "pod").await;
+        }
         ceph.configure(&[other.entry()]);
         lifecycle(&node, &volume).await;
         node.assert_clean().await;
     });
+}
+
+#[test]
+fn a_staged_volume_of_rbd_nbd_is_staged_again_after_its_cluster_was_renamed() {
+    ceph_story(async |sandbox, ceph| {
+        let file = sandbox.dir().join("cluster-mapping.json");
+        let supervisor = Supervisor::start(sandbox).await;
+        let socket = supervisor.socket().display().to_string();
+        let setup = ceph.setup(sandbox).arg("--holder").arg(&socket);
+        let setup = setup.arg("--cluster-mapping");
+        let setup = setup.arg(file.to_str().expect("UTF-8"));
+        let node = Node::start_with(sandbox, setup).await;
+
+        let volume = served(ceph.volume("ext4"));
+        publish_fenced(ceph, &volume);
+        node.up(&volume, "pod").await;
+        let pool_id = ceph.pool_id(&ceph.cluster.pool).to_string();
+        let renamed = format!("{}-renamed", ceph.cluster_id);
+        let mapping = serde_json::json!([{
+            "clusterIDMapping": {&ceph.cluster_id: &renamed},
+            "RBDPoolIDMapping": [{&pool_id: &pool_id}],
+        }]);
+        std::fs::write(&file, mapping.to_string()).unwrap();
+        let mut entry = ceph.entry();
+        entry["clusterID"] = serde_json::json!(renamed);
+        ceph.configure(&[entry]);
+        stage_again(&node, &volume).await.unwrap();
+        node.down(&volume, "pod").await;
+        node.assert_clean().await;
+    });
+}
+
+/// Enters the node in the volume's journal, as a controller that fences does.
+fn publish_fenced(ceph: &Ceph, volume: &Volume) {
+    let entry = format!("csi.volume.{}", &volume.handle[volume.handle.len() - 36..]);
+    let args = ["setomapval", &entry, "uring-csi.node.node-a", "{}"];
+    ceph.cluster.rados(&ceph.cluster.pool, &args);
+}
+
+/// Stages a staged volume, as a controller that fences has it: each time the node registers
+/// its client.
+async fn stage_again(node: &Node, volume: &Volume) -> Result<(), tonic::Status> {
+    let mut stage = node.stage_request(volume);
+    let fencing = ("fencing".to_owned(), "on".to_owned());
+    stage.publish_context.extend([fencing]);
+    node.send_stage(stage).await
 }
 
 #[test]
