@@ -117,16 +117,16 @@ pub fn reads_partitions() -> bool {
 /// A device that this process has open exclusively. It stays attached to the same backend
 /// until this is dropped.
 #[derive(Debug)]
-pub struct Claimed<'a> {
-    device: &'a BlockDev,
+pub struct Claimed {
+    device: BlockDev,
     file: OwnedFd,
 }
 
-impl<'a> Claimed<'a> {
+impl Claimed {
     /// Opens the device exclusively. None if it is not attached under an identifier that
     /// `matches`; `EBUSY` if it has an exclusive opener. It may block as long as the device
     /// does, and belongs on a lane.
-    pub fn new(device: &'a BlockDev, matches: impl Fn(&str) -> bool) -> io::Result<Option<Self>> {
+    pub fn new(device: &BlockDev, matches: impl Fn(&str) -> bool) -> io::Result<Option<Self>> {
         let still_matches = || identifier_of(device.dev).is_some_and(|has| matches(&has));
         if !still_matches() {
             return Ok(None);
@@ -137,13 +137,19 @@ impl<'a> Claimed<'a> {
             return Ok(None);
         }
         let file = opened?;
+        let device = device.clone();
         Ok(Some(Self { device, file }))
     }
 
     /// Writes what programs wrote to the device and the kernel still has in memory. Else it
     /// is lost where another process, such as the device's server, has the device open: the
-    /// kernel writes it at the last close alone. Blocks for as long as the device does.
+    /// kernel writes it at the last close alone. The server writes what it caches, too: an
+    /// rbd-nbd that is late at that after its disconnect is killed. Blocks for as long as the
+    /// device does, also with nothing to write; not on a read-only device.
     pub fn flush(&self) {
+        if sysfs::is_read_only(self.device.dev).unwrap_or(false) {
+            return;
+        }
         if let Err(error) = fsync(&self.file) {
             tracing::warn!(
                 device = %self.device.node.display(),

@@ -66,7 +66,7 @@ impl Attached {
         })
     }
 
-    fn claim(&self) -> io::Result<Option<Claimed<'_>>> {
+    fn claim(&self) -> io::Result<Option<Claimed>> {
         Claimed::new(&self.device.block, |has| has == self.identifier)
     }
 

@@ -2,15 +2,16 @@
 
 use std::{
     fs::{self, File},
-    os::unix::fs::MetadataExt as _,
+    os::unix::fs::{FileExt as _, MetadataExt as _},
     path::{Path, PathBuf},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use rustix::{
     fs::{FlockOperation, flock},
     process::{Pid, Signal, WaitId, WaitIdOptions, waitid},
 };
+use tokio::time::sleep;
 
 use super::{MIB, Supervisor, Test, assert_holds, signal, write, wrong_key};
 use crate::{
@@ -101,6 +102,51 @@ fn daemons_outlive_their_supervisor_and_the_next_reports_missing_keys() {
             .is_some_and(|now| Some(now) != pid)
     });
     assert_holds(&node, 0, 3, 4 * MIB);
+}
+
+#[test]
+fn a_daemon_that_dies_in_an_unmap_is_replaced_and_the_data_is_written() {
+    let Some(test) = Test::without_lock("unmap") else {
+        return;
+    };
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
+    let first = supervisor.status(&test).pid;
+    signal(first, Signal::STOP);
+    // Into the kernel's memory alone.
+    let file = fs::OpenOptions::new().write(true).open(&node).unwrap();
+    file.write_all_at(&vec![8; MIB], 0).unwrap();
+    drop(file);
+    let begun = Instant::now();
+    let dying = async {
+        while supervisor.status(&test).trouble.is_none() {
+            sleep(Duration::from_millis(10)).await;
+        }
+        let trouble = supervisor.status(&test).trouble.unwrap();
+        assert!(trouble.contains("before its data is written"), "{trouble}");
+        kill(first);
+    };
+    let unmapped = supervisor.runtime.block_on(async {
+        let unmap = supervisor.keeper.unmap(&test.spec.volume_id);
+        tokio::join!(unmap, dying).0
+    });
+    assert_eq!(unmapped.unwrap(), Done::Now);
+    eprintln!("unmapped in {:?}", begun.elapsed());
+    assert!(supervisor.keeper.list().is_empty());
+    test.assert_exported_holds(0, 8, MIB);
+}
+
+#[test]
+fn a_read_only_device_is_unmapped_while_its_daemon_does_not_answer() {
+    let Some(mut test) = Test::new("reader") else {
+        return;
+    };
+    test.spec.read_only = true;
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
+    drop(File::open(node).unwrap());
+    signal(supervisor.status(&test).pid, Signal::STOP);
+    assert_eq!(test.unmap(&supervisor).unwrap(), Done::Now);
 }
 
 /// As udevd does before it looks into a device.

@@ -146,27 +146,36 @@ fn lock(device: &BlockDev, file: &File, how: FlockOperation) -> Result<(), Super
     locked.map_err(|errno| failed("lock", device.node.display())(errno.into()))
 }
 
-/// Disconnects the device with that cookie, unless it is in use. A device that a daemon
-/// serves is drained first; `opened` is this process's own descriptor of it. Blocks for as
-/// long as the device does: for a lane.
-pub fn disconnect(
+/// Claims the device with that cookie, unless it is in use; none where it is disconnected. May
+/// have its data written. Blocks for as long as the device does: for a lane.
+pub fn claim(
     device: &BlockDev,
     cookie: &str,
-    is_served: bool,
-    opened: Option<&File>,
-) -> Result<(), SupervisorError> {
-    let node = || device.node.display();
+    flush: bool,
+) -> Result<Option<Claimed>, SupervisorError> {
     let claimed = match Claimed::new(device, |has| has == cookie) {
-        Ok(Some(claimed)) => claimed,
-        Ok(None) => return Ok(()),
+        Ok(claimed) => claimed,
         Err(error) if block::is_busy(&error) => {
             let node = device.node.clone();
             return Err(SupervisorError::Busy { node });
         }
-        Err(error) => return Err(failed("open", node())(error)),
+        Err(error) => return Err(failed("open", device.node.display())(error)),
     };
-    if is_served {
+    if let Some(claimed) = claimed.as_ref().filter(|_| flush) {
         claimed.flush();
+    }
+    Ok(claimed)
+}
+
+/// Disconnects a claimed device, and closes it. A device that a daemon serves is drained first;
+/// `opened` is this process's own descriptor of it. For a lane.
+pub fn disconnect(
+    claimed: Claimed,
+    device: &BlockDev,
+    is_served: bool,
+    opened: Option<&File>,
+) -> Result<(), SupervisorError> {
+    if is_served {
         claimed.drain(opened);
     }
     let down = Driver::open().and_then(|driver| claimed.disconnect(&driver));
@@ -174,5 +183,6 @@ pub fn disconnect(
         // udevd may look at a device that stays.
         let _ = flock(file, FlockOperation::NonBlockingLockShared);
     }
-    down.map_err(failed("disconnect", node()))
+    drop(claimed);
+    down.map_err(failed("disconnect", device.node.display()))
 }

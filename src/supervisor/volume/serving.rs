@@ -208,7 +208,7 @@ impl ServedVolume {
     /// `why`.
     async fn kill(&mut self, verb: &Verb<'_>, why: SupervisorError) -> SupervisorError {
         let undone = match verb {
-            Verb::Map(_) => self.unmap().await.map(drop),
+            Verb::Map(_) => self.undo().await,
             Verb::Attach(_) => Ok(()),
         };
         if let Some(daemon) = &self.daemon {

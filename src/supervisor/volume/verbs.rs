@@ -7,17 +7,23 @@ use std::{
 
 use tokio::time::{sleep, timeout};
 
-use super::{LOOK_EVERY, OpenGuard, ServedVolume, open::disconnect, start_args::StartArgs};
+use super::{
+    LOOK_EVERY, OpenGuard, ServedVolume, due, ended,
+    open::{claim, disconnect},
+    start_args::StartArgs,
+};
 use crate::{
     Done,
-    kernel::nbd::{NbdDevice, ReservedIndex},
+    kernel::nbd::{Claimed, NbdDevice, ReservedIndex},
     secret::Secret,
     supervisor::{Spec, SupervisorError, daemon::Daemon, error::failed, spec::Verb},
 };
 
 /// The longest time to choose a device, again if another process takes it meanwhile.
 const CHOOSE_WITHIN: Duration = Duration::from_secs(20);
-/// When a disconnect is reported that has not ended.
+/// The report of a flush that takes long.
+const UNWRITTEN: &str = "the device is not disconnected before its data is written";
+/// When a flush or a disconnect is reported that has not ended.
 const LATE_AFTER: Duration = Duration::from_millis(if cfg!(test) { 300 } else { 10_000 });
 /// How long a daemon that resizes its device itself may take to do so, before another is
 /// started for it.
@@ -197,27 +203,34 @@ impl ServedVolume {
     /// Unmaps it.
     pub(super) async fn unmap(&mut self) -> Result<Done, SupervisorError> {
         self.look().await?;
-        let done = match self.device()? {
+        let device = self.device()?;
+        let claimed = match &device {
+            Some(device) => self.claim(device).await?,
+            None => None,
+        };
+        self.take_down(device, claimed).await
+    }
+
+    /// Unmaps it where it has no data yet. So this waits for no daemon, and starts none.
+    pub(super) async fn undo(&mut self) -> Result<(), SupervisorError> {
+        let device = self.device()?;
+        let claimed = match &device {
+            Some(device) => self.on_lane(device, false).await?,
+            None => None,
+        };
+        self.take_down(device, claimed).await.map(drop)
+    }
+
+    async fn take_down(
+        &mut self,
+        device: Option<NbdDevice>,
+        claimed: Option<Claimed>,
+    ) -> Result<Done, SupervisorError> {
+        let done = match device {
             None => Done::Already,
             Some(device) => {
-                let (taken, cookie) = (device.block.clone(), self.id.clone());
-                let is_served = self.daemon.is_some();
-                let opened = self.open_guard.as_mut().and_then(OpenGuard::file);
-                let lanes = &self.shared.lanes;
-                let mut down = pin!(lanes.run(&self.id, "disconnect", move || {
-                    disconnect(&taken, &cookie, is_served, opened.as_deref())
-                }));
-                if let Ok(ended) = timeout(LATE_AFTER, &mut down).await {
-                    ended?;
-                } else {
-                    let why = "the kernel has not disconnected the device yet".to_owned();
-                    let before = self.trouble.replace(why);
-                    self.tell(Some(&device));
-                    // No other command may begin meanwhile: a daemon that it started would
-                    // lose the device when this ends.
-                    let ended = down.await;
-                    self.trouble = before;
-                    ended?;
+                if let Some(claimed) = claimed {
+                    self.disconnect(&device, claimed).await?;
                 }
                 Done::Now
             }
@@ -255,5 +268,64 @@ impl ServedVolume {
         }
         self.candidates.forget_keys();
         Ok(done)
+    }
+
+    /// Claims the device, and has its data written. That waits for the daemon, and for the
+    /// cluster behind it, so a daemon that ends meanwhile is replaced.
+    async fn claim(&mut self, device: &NbdDevice) -> Result<Option<Claimed>, SupervisorError> {
+        let mut claimed = pin!(self.on_lane(device, self.daemon.is_some()));
+        let mut late = pin!(sleep(LATE_AFTER));
+        let mut is_late = false;
+        let claimed = loop {
+            tokio::select! {
+                biased;
+                claimed = &mut claimed => break claimed,
+                () = ended(self.daemon.as_ref()) => self.daemon_ended().await,
+                () = due(self.retry), if is_late => self.ensure_daemon().await,
+                () = &mut late, if !is_late => is_late = true,
+            }
+            if is_late && self.trouble.is_none() {
+                self.trouble = Some(UNWRITTEN.to_owned());
+            }
+            self.tell(Some(device));
+        };
+        self.trouble = self.trouble.take().filter(|why| why != UNWRITTEN);
+        claimed
+    }
+
+    /// [`claim`], on a lane.
+    fn on_lane(
+        &self,
+        device: &NbdDevice,
+        flush: bool,
+    ) -> impl Future<Output = Result<Option<Claimed>, SupervisorError>> + Send + use<> {
+        let (block, cookie) = (device.block.clone(), self.id.clone());
+        let claim = move || claim(&block, &cookie, flush);
+        self.shared.lanes.run(&self.id, "flush", claim)
+    }
+
+    async fn disconnect(
+        &mut self,
+        device: &NbdDevice,
+        claimed: Claimed,
+    ) -> Result<(), SupervisorError> {
+        let block = device.block.clone();
+        let is_served = self.daemon.is_some();
+        let opened = self.open_guard.as_mut().and_then(OpenGuard::file);
+        let lanes = &self.shared.lanes;
+        let mut down = pin!(lanes.run(&self.id, "disconnect", move || {
+            disconnect(claimed, &block, is_served, opened.as_deref())
+        }));
+        if let Ok(ended) = timeout(LATE_AFTER, &mut down).await {
+            return ended;
+        }
+        let why = "the kernel has not disconnected the device yet".to_owned();
+        let before = self.trouble.replace(why);
+        self.tell(Some(device));
+        // No other command may begin meanwhile, and no daemon: it would lose the device when
+        // this ends.
+        let ended = down.await;
+        self.trouble = before;
+        ended
     }
 }
