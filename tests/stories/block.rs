@@ -67,10 +67,10 @@ fn volumes_are_unstaged_though_their_pool_has_failed() {
         let mounted = sandbox.volume("mounted", "ext4");
         fs::write(node.up(&raw, "pod").await, [7; 4096]).unwrap();
         node.up(&mounted, "pod").await;
+        let volumes = [&raw, &mounted].map(|volume| (volume, sandbox.image(volume)));
         run(&["xfs_io", "-x", "-c", "shutdown", pool.to_str().unwrap()]);
-        for volume in [&raw, &mounted] {
+        for (volume, image) in volumes {
             node.down(volume, "pod").await;
-            let image = sandbox.image(volume);
             assert!(all_loops().iter().all(|(_, backing)| *backing != image));
         }
         node.wait_for_log("written to the volume without a sync may be lost")
