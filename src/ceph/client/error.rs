@@ -24,6 +24,17 @@ pub enum CephError {
         #[source]
         errno: Errno,
     },
+    /// Nothing was asked: an earlier command to the manager has no answer yet, or took the
+    /// time of this one. No errno, as the manager may answer any.
+    #[error(
+        "did not run the manager command {command}, as an earlier one has no answer yet, or took too long: {earlier}"
+    )]
+    ManagerOverdue {
+        /// The command's name.
+        command: String,
+        /// The earlier command, in JSON.
+        earlier: String,
+    },
     /// A library returned an error.
     #[error("could not {operation} {object}{}", hint(*errno))]
     Failed {
@@ -81,7 +92,10 @@ impl CephError {
     pub fn errno(&self) -> Option<Errno> {
         match self {
             Self::Failed { errno, .. } => Some(*errno),
-            Self::Library(_) | Self::Monitors(_) | Self::NetNamespace { .. } => None,
+            Self::Library(_)
+            | Self::Monitors(_)
+            | Self::NetNamespace { .. }
+            | Self::ManagerOverdue { .. } => None,
         }
     }
 
@@ -111,9 +125,10 @@ impl CephError {
     }
 
     /// As [`Self::is_timed_out`]; or nothing was asked, since an earlier command to the manager
-    /// has no answer yet.
+    /// has no answer yet. EAGAIN is an answer: a module of the manager that is not ready
+    /// refuses by it, perhaps for good.
     pub fn is_unanswered(&self) -> bool {
-        self.is_timed_out() || self.is(Errno::AGAIN)
+        self.is_timed_out() || matches!(self, Self::ManagerOverdue { .. })
     }
 
     /// The cluster has fenced this client; a new connection is a new client.

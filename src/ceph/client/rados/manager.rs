@@ -31,9 +31,14 @@ pub(super) struct ManagerCommands {
     ended: Condvar,
 }
 
+/// A command is not begun with less time than that: it would only become overdue.
+const LEAST: Duration = Duration::from_secs(1);
+
 #[derive(Debug, Default)]
 struct Turn {
-    command: CommandState,
+    state: CommandState,
+    /// The last command that was begun.
+    command: String,
     /// Made for the first command.
     connection: Option<Arc<Cluster>>,
 }
@@ -54,18 +59,12 @@ impl Cluster {
     /// may still carry out a command that fails by [`CephError::is_unanswered`]; while it has
     /// not answered one, others fail alike.
     pub fn mgr_command(&self, command: &Value) -> CommandAnswer {
-        let timeout = self.origin.timeouts.operation;
-        let deadline = Instant::now() + timeout;
+        let deadline = Instant::now() + self.origin.timeouts.operation;
         let failed = |errno| {
-            let why = match errno {
-                Errno::AGAIN => ", as an earlier one has no answer yet",
-                _ => "",
-            };
-            let what = format!("the manager command {}{why}", command["prefix"]);
+            let what = format!("the manager command {}", command["prefix"]);
             CephError::new("run", what, errno)
         };
-        let running =
-            ManagerCommands::begin(&self.manager, deadline).ok_or_else(|| failed(Errno::AGAIN))?;
+        let running = ManagerCommands::begin(&self.manager, command, deadline)?;
         let answer = running.start(self.origin.clone(), command.clone());
         let answer = answer.map_err(|_| failed(Errno::AGAIN))?;
         let left = deadline.saturating_duration_since(Instant::now());
@@ -74,17 +73,25 @@ impl Cluster {
 }
 
 impl ManagerCommands {
-    /// Waits for the end of another's command; none if that is overdue.
-    fn begin(this: &Arc<Self>, deadline: Instant) -> Option<RunningCommand> {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let is_other = |turn: &mut Turn| turn.command == CommandState::UnderWay;
-        let waited = this.ended.wait_timeout_while(this.lock(), left, is_other);
+    /// Waits for the end of another's command, and fails if that is overdue.
+    fn begin(
+        this: &Arc<Self>,
+        command: &Value,
+        deadline: Instant,
+    ) -> Result<RunningCommand, CephError> {
+        let left = || deadline.saturating_duration_since(Instant::now());
+        let is_other = |turn: &mut Turn| turn.state == CommandState::UnderWay;
+        let waited = this.ended.wait_timeout_while(this.lock(), left(), is_other);
         let (mut turn, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if turn.command != CommandState::None {
-            return None;
+        if turn.state != CommandState::None || left() < LEAST {
+            return Err(CephError::ManagerOverdue {
+                command: command["prefix"].to_string(),
+                earlier: turn.command.clone(),
+            });
         }
-        turn.command = CommandState::UnderWay;
-        Some(RunningCommand(this.clone()))
+        turn.state = CommandState::UnderWay;
+        turn.command = command.to_string();
+        Ok(RunningCommand(this.clone()))
     }
 
     /// The answer to the command under way, if it comes in time.
@@ -104,7 +111,12 @@ impl ManagerCommands {
             Ok(answer) => Ok(answer),
             Err(TryRecvError::Disconnected) => Err(Errno::IO),
             Err(TryRecvError::Empty) => {
-                turn.command = CommandState::Overdue;
+                let command = &turn.command;
+                tracing::warn!(
+                    command,
+                    "Ceph's manager has not answered a command; until it does, it is asked nothing else"
+                );
+                turn.state = CommandState::Overdue;
                 self.ended.notify_all();
                 Err(Errno::TIMEDOUT)
             }
@@ -152,7 +164,7 @@ impl RunningCommand {
 
 impl Drop for RunningCommand {
     fn drop(&mut self) {
-        self.0.lock().command = CommandState::None;
+        self.0.lock().state = CommandState::None;
         self.0.ended.notify_all();
     }
 }
@@ -165,6 +177,7 @@ mod tests {
     use serde_json::json;
     use testkit::{TestCluster, eventually};
 
+    use super::*;
     use crate::ceph::{
         client::rados::Cluster,
         testing::{credentials, timeouts},
@@ -188,11 +201,30 @@ mod tests {
             let refused = list().unwrap_err();
             assert!(refused.is_unanswered(), "{refused}");
             assert!(!refused.is_timed_out(), "{refused}");
+            assert!(refused.to_string().contains("rbd task list"), "{refused}");
             // Nothing else waits for it.
             assert!(!cluster.is_lost());
             cluster.mon_command(&json!({"prefix": "df"})).unwrap();
             kill_process(manager, Signal::CONT).unwrap();
             eventually("an answer", async || list().ok()).await;
         }
+    }
+    #[test]
+    fn a_command_that_waited_for_its_turn_too_long_is_not_begun() {
+        let commands = Arc::new(ManagerCommands::default());
+        let begin = |prefix: &str, timeout: Duration| {
+            let command = json!({"prefix": prefix});
+            ManagerCommands::begin(&commands, &command, Instant::now() + timeout)
+        };
+        let first = begin("first", 2 * LEAST).unwrap();
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| begin("second", LEAST + LEAST / 2));
+            thread::sleep(LEAST);
+            drop(first);
+            let refused = waiting.join().unwrap().err().expect("a refusal");
+            assert!(refused.is_unanswered(), "{refused}");
+            assert!(refused.to_string().contains("first"), "{refused}");
+        });
+        drop(begin("third", 2 * LEAST).unwrap());
     }
 }

@@ -1,6 +1,7 @@
 //! What is in the trash, and whose it is.
 
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
 
 use super::{
     super::{pools::ManagerStatus, trash::Discarded},
@@ -254,6 +255,47 @@ async fn an_image_is_left_to_a_manager_that_does_not_answer() {
     }
     kill_process(manager, Signal::CONT).unwrap();
     home.sweeps(|| !home.trash().is_empty()).await;
+}
+
+/// `rbd_support` refuses all while a pool without active placement groups holds up its start.
+#[tokio::test]
+async fn an_image_is_removed_without_a_manager_that_is_not_ready() {
+    let Some(cluster) = TestCluster::own() else {
+        return;
+    };
+    let home = Home::over(cluster);
+    let pool = home.io();
+    let image = home.make(home.volume("refused", MIB)).await.context["imageName"].clone();
+    let id = image_id(&pool, &image).unwrap().unwrap();
+    let discarded = Discarded { id, name: image };
+    pool.omap_set("uring-csi.trash", &[(&discarded.id, &discarded.name)])
+        .unwrap();
+    trash::move_image(&pool, &discarded.name, Duration::ZERO).unwrap();
+
+    for args in [
+        &["pool", "create", "stuck"][..],
+        &["pool", "set", "stuck", "size", "3"],
+        &["pool", "set", "stuck", "min_size", "3"],
+        &["pool", "application", "enable", "stuck", "rbd"],
+    ] {
+        home.cluster.ceph(&[&["osd"], args].concat());
+    }
+    let list = || {
+        pool.cluster()
+            .mgr_command(&json!({"prefix": "rbd task list"}))
+    };
+    testkit::eventually("a manager", async || list().ok()).await;
+    home.cluster.ceph(&["mgr", "fail", "x"]);
+    testkit::eventually("a refusal", async || {
+        let refused = list().err()?.to_string();
+        refused.contains("not ready").then_some(())
+    })
+    .await;
+
+    let purger = super::super::trash::TrashPurger::new(Lanes::new(1), PurgeTimes::default());
+    purger.empty(&pool, &discarded, true).unwrap();
+    assert_eq!(home.listed(), [""; 0]);
+    assert_eq!(home.trash(), "");
 }
 
 #[tokio::test]
