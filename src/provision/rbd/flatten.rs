@@ -277,7 +277,7 @@ fn flatten(image: &LongChained) -> Result<(), CephError> {
         "prefix": "rbd task add flatten",
         "image_spec": format!("{pool}/{name}"),
     });
-    if ManagerStatus::of(pool.cluster()).works_in(pool) && ask_manager(pool, &task)? {
+    if ManagerStatus::of(pool.cluster()).works() && ask_manager(pool, &task)? {
         return Ok(());
     }
     flatten_here(&Image::open(pool, name, OpenMode::ReadWrite)?)

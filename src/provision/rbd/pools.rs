@@ -1,17 +1,14 @@
 //! The pools of a cluster as its monitors list them, and whether the manager can work in them.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     time::{Duration, Instant},
 };
 
 use serde::Deserialize;
 use serde_json::json;
 
-use crate::ceph::client::{
-    CephError,
-    rados::{Cluster, IoCtx},
-};
+use crate::ceph::client::{CephError, rados::Cluster};
 
 /// A pool, by `ceph osd pool ls detail`.
 #[derive(Debug, Deserialize)]
@@ -31,7 +28,7 @@ impl ListedPool {
     }
 
     /// Whether the pool, or the cluster, has no room.
-    fn is_full(&self) -> bool {
+    pub fn is_full(&self) -> bool {
         self.flags_names.split(',').any(|flag| flag == "full")
     }
 }
@@ -50,8 +47,8 @@ pub fn parse(answer: &[u8]) -> Option<Vec<ListedPool>> {
 #[derive(Debug)]
 pub struct ManagerStatus {
     is_active: bool,
-    /// The pools without room.
-    full: BTreeSet<i64>,
+    /// Whether any pool has no room.
+    is_full: bool,
     asked: Instant,
 }
 
@@ -62,10 +59,9 @@ impl ManagerStatus {
     /// Asks the monitors.
     pub fn of(cluster: &Cluster) -> Self {
         let pools = list(cluster).ok().and_then(|answer| parse(&answer));
-        let full = pools.unwrap_or_default().into_iter();
         Self {
             is_active: is_active(cluster),
-            full: full.filter(ListedPool::is_full).map(|one| one.id).collect(),
+            is_full: pools.unwrap_or_default().iter().any(ListedPool::is_full),
             asked: Instant::now(),
         }
     }
@@ -75,10 +71,11 @@ impl ManagerStatus {
         self.asked.elapsed() > Self::VALID
     }
 
-    /// Whether it can work on the images of the pool. In one without room its writes wait, also
-    /// those of a removal, and with them all its later tasks.
-    pub fn works_in(&self, pool: &IoCtx) -> bool {
-        self.is_active && !self.full.contains(&pool.pool_id())
+    /// Whether it works. In a pool without room its writes wait, also those of a removal, and
+    /// with them all its later tasks, whichever their pools. So no pool may be full, and not only
+    /// that of the image: its data may be in another, and so may what the manager works on.
+    pub fn works(&self) -> bool {
+        self.is_active && !self.is_full
     }
 }
 

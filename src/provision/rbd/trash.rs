@@ -9,8 +9,8 @@
 //! user, until that is removed.
 //!
 //! Ceph's manager does the work, if it runs (`rbd task add trash remove`): it repeats what
-//! fails, and survives this process. Else, and in a full pool, this process does, and removes
-//! an image with its last clone, if it is listed. [`TrashPurger::sweep`] retries the rest, at
+//! fails, and survives this process. Else, and while a pool is full, this process does, and
+//! removes an image with its last clone, if it is listed. [`TrashPurger::sweep`] retries the rest, at
 //! the start and periodically.
 //!
 //! Each replica of a controller sweeps, and librbd does not expect two clients that remove
@@ -271,7 +271,7 @@ impl TrashPurger {
             let known = manager.take().filter(|known| !known.is_old());
             let manager =
                 manager.insert(known.unwrap_or_else(|| ManagerStatus::of(pool.cluster())));
-            let emptied = self.empty(&pool, &image, manager.works_in(&pool));
+            let emptied = self.empty(&pool, &image, manager.works());
             match emptied {
                 Ok(Some((pool, parent))) => self.add(&pool, parent),
                 Ok(None) => {}

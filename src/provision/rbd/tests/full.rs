@@ -1,32 +1,57 @@
 //! A pool that is at its quota.
 
-use super::{super::pools::ManagerStatus, *};
+use super::{
+    super::pools::{self, ManagerStatus},
+    *,
+};
 
 impl Home {
-    fn set_quota(&self, objects: &str) {
-        let quota = [
-            "osd",
-            "pool",
-            "set-quota",
-            &self.pool,
-            "max_objects",
-            objects,
-        ];
+    /// With a cluster of its own: while one pool is full, the manager works for none.
+    fn to_fill() -> Option<Self> {
+        TestCluster::own().map(Self::over)
+    }
+
+    /// Sets a pool's quota, in objects, and waits until it is full, or has room again.
+    async fn set_quota(&self, pool: &str, objects: &str) {
+        let quota = ["osd", "pool", "set-quota", pool, "max_objects", objects];
         self.cluster.ceph(&quota);
+        let cluster = self.io().cluster().clone();
+        let id = cluster.ioctx(pool, "").unwrap().pool_id();
+        testkit::eventually("the quota's effect", async || {
+            let pools = pools::parse(&pools::list(&cluster).unwrap()).unwrap();
+            let listed = pools.iter().find(|one| one.id == id).unwrap();
+            (listed.is_full() == (objects != "0")).then_some(())
+        })
+        .await;
+    }
+
+    /// Waits until Ceph's manager works.
+    async fn manager(&self) {
+        let pool = self.io();
+        let works = || ManagerStatus::of(pool.cluster()).works().then_some(());
+        testkit::eventually("a manager", async || works()).await;
+    }
+
+    /// Sweeps until the pool's trash is empty.
+    async fn empty_trash(&self) {
+        let trash = || self.cluster.rbd(&["trash", "ls", "--all", &self.pool]);
+        testkit::eventually("an empty trash", async || {
+            self.rbd.sweep(StoreKind::Rbd).await.unwrap();
+            trash().is_empty().then_some(())
+        })
+        .await;
     }
 }
 
 #[tokio::test]
 async fn in_a_full_pool_deletes_make_room_and_creates_are_refused_at_once() {
-    let Some(home) = Home::new() else { return };
+    let Some(home) = Home::to_fill() else { return };
     let made = home.make(home.volume("made", MIB)).await;
     let snapshot = home.snapshot("taken", &made.handle);
     let taken = home.rbd.create_snapshot(snapshot).await.unwrap();
     let pool = home.io();
-    let has_room = || ManagerStatus::of(pool.cluster()).works_in(&pool);
-    testkit::eventually("a manager", async || has_room().then_some(())).await;
-    home.set_quota("1");
-    testkit::eventually("a full pool", async || (!has_room()).then_some(())).await;
+    home.manager().await;
+    home.set_quota(&home.pool, "1").await;
 
     let begun = Instant::now();
     let another = home.volume("another", MIB);
@@ -50,14 +75,28 @@ async fn in_a_full_pool_deletes_make_room_and_creates_are_refused_at_once() {
     assert!(took < Duration::from_secs(25), "a call waited: {took:?}");
 
     // The images' objects go, too.
-    let trash = || home.cluster.rbd(&["trash", "ls", "--all", &home.pool]);
-    testkit::eventually("an empty trash", async || {
-        home.rbd.sweep(StoreKind::Rbd).await.unwrap();
-        trash().is_empty().then_some(())
-    })
-    .await;
-    home.set_quota("0");
-    testkit::eventually("room", async || has_room().then_some(())).await;
+    home.empty_trash().await;
+    home.set_quota(&home.pool, "0").await;
     let another = home.make(another).await;
     home.delete(&another.handle).await.unwrap();
+}
+
+#[tokio::test]
+async fn deletes_make_room_in_a_full_data_pool() {
+    let Some(home) = Home::to_fill() else { return };
+    let data = home.cluster.fresh_pool();
+    let mut volume = home.volume("made", MIB);
+    volume
+        .parameters
+        .insert("dataPool".to_owned(), data.clone());
+    let made = home.make(volume).await;
+    let image = format!("{}/{}", home.pool, made.context["imageName"]);
+    let write = ["bench", "--io-type", "write", "--io-total", "4096", &image];
+    home.cluster.rbd(&write);
+    home.manager().await;
+    home.set_quota(&data, "1").await;
+    home.delete(&made.handle).await.unwrap();
+    home.empty_trash().await;
+    let objects = home.cluster.rados(&data, &["ls"]);
+    assert!(!objects.contains("rbd_data"), "{objects}");
 }

@@ -235,9 +235,7 @@ async fn an_image_is_left_to_a_manager_that_does_not_answer() {
         .unwrap();
     trash::move_image(&pool, &discarded.name, Duration::ZERO).unwrap();
     testkit::eventually("a manager", async || {
-        ManagerStatus::of(pool.cluster())
-            .works_in(&pool)
-            .then_some(())
+        ManagerStatus::of(pool.cluster()).works().then_some(())
     })
     .await;
 
