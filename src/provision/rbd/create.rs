@@ -200,7 +200,6 @@ impl<'a> Creation<'a> {
         origin: Option<&CopySource>,
         bytes: u64,
     ) -> Result<VolumeInfo, ProvisionError> {
-        self.store.purger.prepare(pool);
         let attempt = self.attempt(pool, reserved);
         let new_image = self.new_image(pool, reserved, self.entry(reserved));
         let made = attempt

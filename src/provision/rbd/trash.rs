@@ -92,8 +92,6 @@ pub struct TrashPurger {
     pub times: PurgeTimes,
     /// The queue of each cluster, so that a slow cluster delays no other.
     queues: Arc<Mutex<HashMap<String, Queue>>>,
-    /// The pools that have what a delete writes to: cluster, pool, namespace.
-    prepared: Arc<Mutex<HashSet<(String, i64, String)>>>,
     /// The deletes under way, which have priority.
     pub deletes: Deletes,
     #[cfg(test)]
@@ -115,32 +113,9 @@ impl TrashPurger {
             lanes,
             times,
             queues: Arc::default(),
-            prepared: Arc::default(),
             deletes: Deletes::default(),
             #[cfg(test)]
             panics: super::panic_once::PanicOnce::default(),
-        }
-    }
-
-    /// Makes the objects that a delete writes to, once for each pool: a full pool has no room
-    /// for objects, and changes those that exist.
-    pub fn prepare(&self, pool: &IoCtx) {
-        let place = (
-            pool.cluster().fsid().to_owned(),
-            pool.pool_id(),
-            pool.namespace().to_owned(),
-        );
-        let prepared = || self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
-        if prepared().contains(&place) {
-            return;
-        }
-        let listed = or_exists(pool.operate(LIST, &WriteOp::new().create()));
-        match listed.and_then(|()| trash::prepare(pool)) {
-            Ok(()) => drop(prepared().insert(place)),
-            // A delete makes them, if it may and there is room.
-            Err(error) => {
-                tracing::debug!(error = error_chain(&error), "cannot prepare the trash");
-            }
         }
     }
 
@@ -150,6 +125,16 @@ impl TrashPurger {
         if images.is_empty() {
             return Ok(());
         }
+        match self.move_all(pool, images) {
+            Err(error) if error.is_full() => {
+                force_objects(pool)?;
+                self.move_all(pool, images)
+            }
+            moved => moved,
+        }
+    }
+
+    fn move_all(&self, pool: &IoCtx, images: &[Discarded]) -> Result<(), CephError> {
         let list: Vec<_> = images
             .iter()
             .map(|image| (image.id.as_str(), image.name.as_str()))
@@ -345,6 +330,14 @@ fn key(pool: &IoCtx, image: &Discarded) -> (i64, String, String) {
         pool.namespace().to_owned(),
         image.id.clone(),
     )
+}
+
+/// Makes the objects that a move writes to. A full pool has no room for objects, and changes
+/// those that exist; these two have only the keys of deleted images, and without them no delete
+/// could make room.
+fn force_objects(pool: &IoCtx) -> Result<(), CephError> {
+    or_exists(pool.operate(LIST, &WriteOp::new().create().forced()))?;
+    trash::prepare(pool)
 }
 
 /// After a refusal: removes images that still have their names from the list, since they

@@ -22,6 +22,8 @@ pub type OmapIter = *mut c_void;
 
 /// `LIBRADOS_CREATE_EXCLUSIVE`: the object must not exist.
 pub const CREATE_EXCLUSIVE: c_int = 1;
+/// `LIBRADOS_OPERATION_FULL_FORCE`: a full pool takes the operation, too.
+pub const FULL_FORCE: c_int = 128;
 /// `LIBRADOS_LOCK_FLAG_MAY_RENEW`: the caller may have the lock already.
 pub const MAY_RENEW: u8 = 1;
 /// `LIBRADOS_CMPXATTR_OP_EQ`, also for omap values.

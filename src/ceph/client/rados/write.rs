@@ -9,6 +9,7 @@ use crate::ceph::client::CephError;
 #[derive(Clone, Debug, Default)]
 pub struct WriteOp<'a> {
     steps: Vec<WriteStep<'a>>,
+    is_forced: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -76,6 +77,15 @@ impl<'a> WriteOp<'a> {
     pub fn remove(self) -> Self {
         self.then(WriteStep::Remove)
     }
+
+    /// The OSD takes the operation also if the pool is full.
+    #[must_use]
+    pub fn forced(self) -> Self {
+        Self {
+            is_forced: true,
+            ..self
+        }
+    }
 }
 
 impl IoCtx {
@@ -103,6 +113,7 @@ impl IoCtx {
         for step in &op.steps {
             add(functions, raw, step);
         }
+        let flags = if op.is_forced { abi::FULL_FORCE } else { 0 };
         // SAFETY: the operation is complete, the name ends in NUL.
         let answer = unsafe {
             let answer = (functions.rados_write_op_operate)(
@@ -110,7 +121,7 @@ impl IoCtx {
                 self.raw(),
                 name.as_ptr(),
                 ptr::null_mut(),
-                0,
+                flags,
             );
             (functions.rados_release_write_op)(raw);
             answer

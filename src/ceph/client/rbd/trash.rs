@@ -23,10 +23,9 @@ const TRASH: &str = "rbd_trash";
 const NORMAL: u8 = 0;
 const MOVING: u8 = 1;
 
-/// Makes the object that lists the trash, as the first move to it would: a full pool has no
-/// room for an object.
+/// Makes the object that lists the trash, as the first move to it would, also in a full pool.
 pub fn prepare(io: &IoCtx) -> Result<(), CephError> {
-    or_exists(io.operate(TRASH, &WriteOp::new().create()))
+    or_exists(io.operate(TRASH, &WriteOp::new().create().forced()))
 }
 
 /// An image in the trash.

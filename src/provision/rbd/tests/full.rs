@@ -100,3 +100,21 @@ async fn deletes_make_room_in_a_full_data_pool() {
     let objects = home.cluster.rados(&data, &["ls"]);
     assert!(!objects.contains("rbd_data"), "{objects}");
 }
+
+/// As after ceph-csi, whose pool has no object of this driver.
+#[tokio::test]
+async fn deletes_make_room_in_a_pool_that_was_full_before() {
+    let Some(home) = Home::to_fill() else { return };
+    let made = home.make(home.volume("made", MIB)).await;
+    let objects = || home.cluster.rados(&home.pool, &["ls"]);
+    for object in ["uring-csi.trash", "rbd_trash"] {
+        let is_there = objects().lines().any(|line| line == object);
+        if is_there {
+            home.cluster.rados(&home.pool, &["rm", object]);
+        }
+    }
+    home.set_quota(&home.pool, "1").await;
+    home.delete(&made.handle).await.unwrap();
+    home.empty_trash().await;
+    assert!(!objects().contains("rbd_header"), "{}", objects());
+}
