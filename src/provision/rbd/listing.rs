@@ -358,16 +358,15 @@ fn available_in(df: &[u8], pool_id: i64) -> Option<u64> {
     pools.find(|one| one["id"].as_i64() == Some(pool_id))?["stats"]["max_avail"].as_u64()
 }
 
-/// The largest figure of a pool of the application `rbd`. A cluster without such a pool, which
-/// may have file systems alone, has no room for images.
+/// The largest figure of a pool of the application `rbd`. A cluster whose pools all have other
+/// applications, such as file systems alone, has no room for images.
 fn most_available_in(df: &[u8], pools: &[u8]) -> Option<u64> {
-    let of_rbd = pools::parse(pools)?
-        .into_iter()
-        .filter(ListedPool::is_of_rbd);
-    let mut ids = of_rbd.map(|pool| pool.id).peekable();
-    if ids.peek().is_none() {
+    let pools = pools::parse(pools)?;
+    if !pools.iter().any(ListedPool::may_be_of_rbd) {
         return Some(0);
     }
+    let of_rbd = pools.iter().filter(|pool| pool.is_of_rbd());
+    let ids = of_rbd.map(|pool| pool.id);
     ids.filter_map(|id| available_in(df, id)).max()
 }
 
@@ -407,6 +406,13 @@ mod tests {
         let of_files = json!([pool(1, "mgr"), pool(5, "cephfs")]).to_string();
         let most = most_available_in(df.to_string().as_bytes(), of_files.as_bytes());
         assert_eq!(most, Some(0));
+        let untagged = |name: &str| {
+            let pools = json!([pool(5, "cephfs"), {"pool_id": 2, "pool_name": name}]);
+            most_available_in(df.to_string().as_bytes(), pools.to_string().as_bytes())
+        };
+        assert_eq!(untagged("images"), None);
+        assert_eq!(untagged(".mgr"), Some(0));
+        assert_eq!(untagged("device_health_metrics"), Some(0));
     }
 
     proptest! {

@@ -15,6 +15,8 @@ use crate::ceph::client::{CephError, rados::Cluster};
 pub struct ListedPool {
     #[serde(rename = "pool_id")]
     pub id: i64,
+    #[serde(default, rename = "pool_name")]
+    name: String,
     #[serde(default)]
     flags_names: String,
     #[serde(default)]
@@ -25,6 +27,13 @@ impl ListedPool {
     /// Whether it has images.
     pub fn is_of_rbd(&self) -> bool {
         self.application_metadata.contains_key("rbd")
+    }
+
+    /// Whether it may have images: Ceph only warns of a pool of images without an application.
+    /// The manager's own pools have none.
+    pub fn may_be_of_rbd(&self) -> bool {
+        let is_of_manager = [".mgr", "device_health_metrics"].contains(&&*self.name);
+        self.is_of_rbd() || self.application_metadata.is_empty() && !is_of_manager
     }
 
     /// Whether the pool, or the cluster, has no room.
