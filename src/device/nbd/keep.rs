@@ -124,9 +124,8 @@ async fn reconnect(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
                 continue;
             }
             Ok(done) => {
-                let outage = lock(&link.outage).take();
-                if let Some(outage) = outage {
-                    tracing::info!(device = %node, export = %link.identifier.export, seconds = outage.since.elapsed().as_secs(), "the server is back");
+                if end_outage(&link) {
+                    told = false;
                 } else if let Reconnected::Now = done {
                     tracing::info!(device = %node, export = %link.identifier.export, "connections renewed");
                 }
@@ -139,7 +138,9 @@ async fn reconnect(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
             Err(error @ NbdError::Server { .. })
                 if link.may_be_alive() && answers(&link, &lanes, &mut reading).await =>
             {
-                lock(&link.outage).take();
+                if end_outage(&link) {
+                    told = false;
+                }
                 if !std::mem::replace(&mut told, true) {
                     let why = error_chain(&error);
                     tracing::info!(device = %node, why, "no fresh connections, but the device works");
@@ -149,6 +150,7 @@ async fn reconnect(links: Links, link: Arc<Link>, lanes: Lanes, gate: Gate) {
                     break;
                 }
             }
+            Err(_) if link.is_detached() => break,
             Err(error) => report_outage(&link, &error),
         }
         tokio::time::sleep(wait).await;
@@ -179,6 +181,15 @@ async fn answers(
     };
     *reading = None;
     answers
+}
+
+/// Ends a reported outage; false if there was none.
+fn end_outage(link: &Link) -> bool {
+    let Some(outage) = lock(&link.outage).take() else {
+        return false;
+    };
+    tracing::info!(device = %link.device.block.node.display(), export = %link.identifier.export, seconds = outage.since.elapsed().as_secs(), "the server is back");
+    true
 }
 
 fn report_outage(link: &Link, error: &NbdError) {

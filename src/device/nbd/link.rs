@@ -180,9 +180,17 @@ impl Link {
 
     /// Whether the server answers a read, by any connection. Waits as long as requests do.
     pub(super) fn answers(&self) -> bool {
-        sysfs::size_bytes(self.device.block.dev)
-            .and_then(|bytes| self.prove(bytes))
-            .is_ok()
+        // A device that was detached meanwhile is none to open, and has no last block.
+        if self.is_detached() {
+            return false;
+        }
+        let bytes = sysfs::size_bytes(self.device.block.dev);
+        bytes.is_ok_and(|bytes| bytes > 0 && self.prove(bytes).is_ok())
+    }
+
+    /// Whether the device is no longer the export's.
+    pub(super) fn is_detached(&self) -> bool {
+        lock(&self.state).closed || !is_behind(self.device.block.dev, &self.identifier.export)
     }
 
     /// Fresh connections to the export, which must still fit ([`Link::fits`]).
