@@ -56,7 +56,7 @@ pub fn parse(answer: &[u8]) -> Option<Vec<ListedPool>> {
 #[derive(Debug)]
 pub struct ManagerStatus {
     is_active: bool,
-    /// Whether any pool has no room.
+    /// Whether any pool that may have images has no room.
     is_full: bool,
     asked: Instant,
 }
@@ -70,7 +70,10 @@ impl ManagerStatus {
         let pools = list(cluster).ok().and_then(|answer| parse(&answer));
         Self {
             is_active: is_active(cluster),
-            is_full: pools.unwrap_or_default().iter().any(ListedPool::is_full),
+            is_full: pools
+                .unwrap_or_default()
+                .iter()
+                .any(|pool| pool.may_be_of_rbd() && pool.is_full()),
             asked: Instant::now(),
         }
     }
@@ -81,21 +84,23 @@ impl ManagerStatus {
     }
 
     /// Whether it works. In a pool without room its writes wait, also those of a removal, and
-    /// with them all its later tasks, whichever their pools. So no pool may be full, and not only
-    /// that of the image: its data may be in another, and so may what the manager works on.
+    /// with them all its later tasks, whichever their pools. So no pool of images may be full, and
+    /// not only that of the image: its data may be in another, and so may what the manager works
+    /// on.
     pub fn works(&self) -> bool {
         self.is_active && !self.is_full
     }
 }
 
-/// Whether the cluster has an active manager; without one, a command to it would wait. By
-/// `status`, as a user with ceph-csi's capabilities (`profile rbd`) may not run `mgr stat`.
+/// Whether the cluster has an active manager; without one, a command to it would wait. A user
+/// with ceph-csi's capabilities (`profile rbd`) may not ask: the controller then does the work
+/// itself, at once, where the manager tries an image with a watcher again after half a minute.
 fn is_active(cluster: &Cluster) -> bool {
-    let answer = cluster.mon_command(&json!({"prefix": "status", "format": "json"}));
+    let answer = cluster.mon_command(&json!({"prefix": "mgr stat", "format": "json"}));
     let status = answer
         .ok()
         .and_then(|text| serde_json::from_slice(&text).ok());
-    status.is_some_and(|status: serde_json::Value| status["mgrmap"]["available"] == true)
+    status.is_some_and(|status: serde_json::Value| status["available"] == true)
 }
 
 #[cfg(test)]

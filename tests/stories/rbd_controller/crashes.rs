@@ -1,7 +1,7 @@
 //! SIGKILL to the controller at any instant: the sidecars' repeats finish the work, and
 //! nothing is left behind.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use testkit::{
     Controller, MIB, Rng, TestCluster, eventually, from_snapshot, from_volume, kill_during, story,
@@ -47,6 +47,9 @@ async fn killed_amid<T>(
     controller.start().await;
     eventually("a repeat succeeds", async || call().await.ok()).await
 }
+
+/// Between two looks at what is left.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 #[test]
 fn a_controller_may_be_killed_at_any_instant() {
@@ -95,14 +98,20 @@ fn a_controller_may_be_killed_at_any_instant() {
         // watcher is not removed.
         let mut life = Duration::from_millis(500);
         let emptied = async || {
-            let left = ceph.left();
-            if left.is_empty() {
-                return Some(());
+            let end = Instant::now() + life;
+            loop {
+                let left = ceph.left();
+                if left.is_empty() {
+                    return Some(());
+                }
+                if Instant::now() >= end {
+                    println!("{left:?}");
+                    break;
+                }
+                tokio::time::sleep(LOOK_EVERY).await;
             }
-            println!("{left:?}");
             controller.kill9().await;
             controller.start().await;
-            tokio::time::sleep(life).await;
             life *= 2;
             None
         };

@@ -6,9 +6,12 @@ use super::{
 };
 
 impl Home {
-    /// With a cluster of its own: while one pool is full, the manager works for none.
-    fn to_fill() -> Option<Self> {
-        TestCluster::own().map(Self::over)
+    /// With a cluster of its own, which may be full, as a user that may ask for the manager.
+    pub(super) fn of_admin() -> Option<Self> {
+        let mut cluster = TestCluster::own()?;
+        cluster.user = "admin".to_owned();
+        cluster.key.clone_from(&cluster.admin_key);
+        Some(Self::over(cluster))
     }
 
     /// Sets a pool's quota, in objects, and waits until it is full, or has room again.
@@ -45,7 +48,7 @@ impl Home {
 
 #[tokio::test]
 async fn in_a_full_pool_deletes_make_room_and_creates_are_refused_at_once() {
-    let Some(home) = Home::to_fill() else { return };
+    let Some(home) = Home::of_admin() else { return };
     let made = home.make(home.volume("made", MIB)).await;
     let snapshot = home.snapshot("taken", &made.handle);
     let taken = home.rbd.create_snapshot(snapshot).await.unwrap();
@@ -83,7 +86,7 @@ async fn in_a_full_pool_deletes_make_room_and_creates_are_refused_at_once() {
 
 #[tokio::test]
 async fn deletes_make_room_in_a_full_data_pool() {
-    let Some(home) = Home::to_fill() else { return };
+    let Some(home) = Home::of_admin() else { return };
     let data = home.cluster.fresh_pool();
     let mut volume = home.volume("made", MIB);
     volume
@@ -104,7 +107,7 @@ async fn deletes_make_room_in_a_full_data_pool() {
 /// As after ceph-csi, whose pool has no object of this driver.
 #[tokio::test]
 async fn deletes_make_room_in_a_pool_that_was_full_before() {
-    let Some(home) = Home::to_fill() else { return };
+    let Some(home) = Home::of_admin() else { return };
     let made = home.make(home.volume("made", MIB)).await;
     let objects = || home.cluster.rados(&home.pool, &["ls"]);
     for object in ["uring-csi.trash", "rbd_trash"] {

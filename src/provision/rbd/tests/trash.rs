@@ -216,10 +216,9 @@ async fn replicas_that_purge_one_trash_do_not_fence_each_other() {
 
 #[tokio::test]
 async fn an_image_is_left_to_a_manager_that_does_not_answer() {
-    let Some(cluster) = TestCluster::own() else {
+    let Some(home) = Home::of_admin() else {
         return;
     };
-    let home = Home::over(cluster);
     let credentials = Credentials::from_secrets(&home.secrets()).unwrap();
     let monitors = &home.cluster.monitors;
     let timeouts = Timeouts {
@@ -258,10 +257,9 @@ async fn an_image_is_left_to_a_manager_that_does_not_answer() {
 /// `rbd_support` refuses all while a pool without active placement groups holds up its start.
 #[tokio::test]
 async fn an_image_is_removed_without_a_manager_that_is_not_ready() {
-    let Some(cluster) = TestCluster::own() else {
+    let Some(home) = Home::of_admin() else {
         return;
     };
-    let home = Home::over(cluster);
     let pool = home.io();
     let image = home.make(home.volume("refused", MIB)).await.context["imageName"].clone();
     let id = image_id(&pool, &image).unwrap().unwrap();
@@ -270,6 +268,12 @@ async fn an_image_is_removed_without_a_manager_that_is_not_ready() {
         .unwrap();
     trash::move_image(&pool, &discarded.name, Duration::ZERO).unwrap();
 
+    let list = || {
+        pool.cluster()
+            .mgr_command(&json!({"prefix": "rbd task list"}))
+    };
+    // Before the pool that it cannot read: with it, it may never be ready.
+    testkit::eventually("a manager", async || list().ok()).await;
     for args in [
         &["pool", "create", "stuck"][..],
         &["pool", "set", "stuck", "size", "3"],
@@ -278,11 +282,6 @@ async fn an_image_is_removed_without_a_manager_that_is_not_ready() {
     ] {
         home.cluster.ceph(&[&["osd"], args].concat());
     }
-    let list = || {
-        pool.cluster()
-            .mgr_command(&json!({"prefix": "rbd task list"}))
-    };
-    testkit::eventually("a manager", async || list().ok()).await;
     home.cluster.ceph(&["mgr", "fail", "x"]);
     testkit::eventually("a refusal", async || {
         let refused = list().err()?.to_string();
