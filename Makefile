@@ -52,6 +52,8 @@ AGENTS := --bin uring-csi-node --bin uring-csi-controller --bin uringctl
 first_time = [ -x $(BIN_DIR)/uringctl ] || \
 	echo "$@: installs packages where some are missing, then builds: some minutes the first time"
 
+# In their order: the last takes what `unit` left.
+.NOTPARALLEL:
 test: lint monitoring unit test-kernel ## Check and test everything, on this kernel and another
 
 # Root, because tests mount and attach loop devices. A failure does not stop the rest. The

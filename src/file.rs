@@ -1,10 +1,11 @@
-//! Files that are replaced as a whole.
+//! Files that are replaced as a whole, or overwritten within a page.
 //!
 //! A file is written as the draft `.NAME.new` in the same directory, and renamed. So a
 //! reader sees the old bytes or the new, and a crash leaves at worst a draft that the
 //! next replacement overwrites; listings skip names that begin with a dot.
 //! Each path has one writer at a time. A [`PageFile`] is renamed once, and then overwritten
-//! in place.
+//! in place: it is read only by the writer's successor, as a read beside a write may see half
+//! of each.
 
 use std::{
     fs::{self, File},

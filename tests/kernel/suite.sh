@@ -12,6 +12,11 @@
 set -euo pipefail
 only=$1 library=$2 stories=$3 part=$4 parts=$5 left=${6:-}
 
+[[ -z $left || -r $left ]] || {
+  echo "cannot read $left" >&2
+  exit 1
+}
+
 # A test whose prerequisites are missing here fails.
 export TEST_ALL=1
 # Each operation takes some ten system calls of 10 µs here.

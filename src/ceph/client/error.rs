@@ -27,12 +27,13 @@ pub enum CephError {
     /// Nothing was asked: an earlier command to the manager has no answer yet, or took the
     /// time of this one. No errno, as the manager may answer any.
     #[error(
-        "did not run the manager command {command}, as an earlier one has no answer yet, or took too long: {earlier}"
+        "did not run the manager command {command}, as an earlier one, {earlier}, has no answer yet, \
+         or took too long; `ceph mgr fail` replaces a manager that hangs"
     )]
     ManagerOverdue {
         /// The command's name.
         command: String,
-        /// The earlier command, in JSON.
+        /// The earlier command's name.
         earlier: String,
     },
     /// A library returned an error.

@@ -18,7 +18,11 @@ pub fn report_not_tested(what: &str) {
         let list = File::options().create(true).append(true).open(list);
         // The thread of a test or story has its name.
         let thread = thread::current();
-        let name = thread.name().expect("the thread of a test");
+        let name = thread.name().unwrap_or_default();
+        assert!(
+            name.contains("::") || name == "main",
+            "{name:?} is no test's thread"
+        );
         let what = what.replace(['\n', '\t'], " ");
         let line = format!("{name}\t{what}\n");
         list.and_then(|mut list| list.write_all(line.as_bytes()))

@@ -37,7 +37,9 @@ const LEAST: Duration = Duration::from_secs(1);
 #[derive(Debug, Default)]
 struct Turn {
     state: CommandState,
-    /// The last command that was begun.
+    /// The name of the last command that was begun.
+    prefix: String,
+    /// And all of it.
     command: String,
     /// Made for the first command.
     connection: Option<Arc<Cluster>>,
@@ -86,10 +88,11 @@ impl ManagerCommands {
         if turn.state != CommandState::None || left() < LEAST {
             return Err(CephError::ManagerOverdue {
                 command: command["prefix"].to_string(),
-                earlier: turn.command.clone(),
+                earlier: turn.prefix.clone(),
             });
         }
         turn.state = CommandState::UnderWay;
+        turn.prefix = command["prefix"].to_string();
         turn.command = command.to_string();
         Ok(RunningCommand(this.clone()))
     }
@@ -209,22 +212,26 @@ mod tests {
             eventually("an answer", async || list().ok()).await;
         }
     }
+
     #[test]
     fn a_command_that_waited_for_its_turn_too_long_is_not_begun() {
         let commands = Arc::new(ManagerCommands::default());
-        let begin = |prefix: &str, timeout: Duration| {
+        let begin = |prefix: &str, deadline: Instant| {
             let command = json!({"prefix": prefix});
-            ManagerCommands::begin(&commands, &command, Instant::now() + timeout)
+            ManagerCommands::begin(&commands, &command, deadline)
         };
-        let first = begin("first", 2 * LEAST).unwrap();
+        let after = |timeout| Instant::now() + timeout;
+        let first = begin("first", after(2 * LEAST)).unwrap();
+        let deadline = after(LEAST + LEAST / 2);
         thread::scope(|scope| {
-            let waiting = scope.spawn(|| begin("second", LEAST + LEAST / 2));
+            let waiting = scope.spawn(|| begin("second", deadline));
+            // Less than the least time is left then, however late that thread begins.
             thread::sleep(LEAST);
             drop(first);
             let refused = waiting.join().unwrap().err().expect("a refusal");
             assert!(refused.is_unanswered(), "{refused}");
             assert!(refused.to_string().contains("first"), "{refused}");
         });
-        drop(begin("third", 2 * LEAST).unwrap());
+        drop(begin("third", after(2 * LEAST)).unwrap());
     }
 }
