@@ -136,19 +136,6 @@ fn a_daemon_that_dies_in_an_unmap_is_replaced_and_the_data_is_written() {
     test.assert_exported_holds(0, 8, MIB);
 }
 
-#[test]
-fn a_read_only_device_is_unmapped_while_its_daemon_does_not_answer() {
-    let Some(mut test) = Test::new("reader") else {
-        return;
-    };
-    test.spec.read_only = true;
-    let supervisor = test.supervisor();
-    let (node, _) = test.map(&supervisor).unwrap();
-    drop(File::open(node).unwrap());
-    signal(supervisor.status(&test).pid, Signal::STOP);
-    assert_eq!(test.unmap(&supervisor).unwrap(), Done::Now);
-}
-
 /// As udevd does before it looks into a device.
 fn may_be_looked_at(node: &Path) -> bool {
     let file = File::open(node).unwrap();
