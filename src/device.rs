@@ -27,6 +27,7 @@ mod nfs;
 mod no_device;
 pub mod openers;
 mod pending_releases;
+pub mod read_only_mark;
 pub mod ready;
 mod source;
 
@@ -48,7 +49,6 @@ pub use foreign_device::{DeviceServer, ForeignDevice};
 pub use format_markers::NodeFormatMarkers;
 pub use held_open::HeldOpen;
 pub use images::{ImageFiles, ImageSource};
-pub use loop_attach::set_read_only;
 pub use nfs::is_nfs as is_remote;
 pub use pending_releases::PendingReleases;
 pub use source::{Source, StageFile};

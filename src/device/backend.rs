@@ -37,7 +37,7 @@ pub struct Device {
     /// devices; this distinguishes two devices of one number.
     #[serde(rename = "behind")]
     pub backing: Backing,
-    /// Attached read-only.
+    /// Attached read-only; not whether it is marked so ([`super::read_only_mark`]).
     pub read_only: bool,
     /// Of a loop device, the sequence number that it has for as long as the same file
     /// is behind it ([`sysfs::diskseq`]). None of other devices, on kernels before
@@ -49,6 +49,14 @@ pub struct Device {
 }
 
 impl Device {
+    /// Its number and node.
+    pub fn block(&self) -> BlockDev {
+        BlockDev {
+            dev: self.dev,
+            node: self.node.clone(),
+        }
+    }
+
     /// Whether the device of its number is still the one that was attached. Asks sysfs,
     /// never the device.
     pub fn still_matches(&self) -> bool {

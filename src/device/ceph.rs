@@ -18,9 +18,7 @@ use super::{
     backend::{Attachment, BackendVolume, FormatMarker, FoundDevice, Owner},
     error::{DeviceError, io, not_encrypted},
     format_markers::NodeFormatMarkers,
-    in_use,
-    loop_attach::clear_left_mark,
-    luks,
+    in_use, luks, read_only_mark,
 };
 use crate::{
     Detached, Done,
@@ -302,7 +300,8 @@ pub struct BoundCephImage<'a> {
 }
 
 impl BoundCephImage<'_> {
-    /// Registers the client of a mapped image and decrypts it. Returns the decrypted
+    /// Clears the mark of the device's number, registers the client of a mapped image, and
+    /// decrypts it. Returns the decrypted
     /// mapping, if any, and the format marker.
     fn open(
         &self,
@@ -310,6 +309,9 @@ impl BoundCephImage<'_> {
         lower: &LowerDevice,
         options: &AttachOptions,
     ) -> Result<(Option<BlockDev>, Arc<dyn FormatMarker>), DeviceError> {
+        if options.purpose == Purpose::Mount && !lower.read_only {
+            read_only_mark::set(&lower.block, false)?;
+        }
         self.register(known, lower, options)?;
         let over = match self.source.luks_kms() {
             Some(kms) => Some(self.decrypt(known, kms, lower, options)?),
@@ -397,7 +399,7 @@ impl BackendVolume for BoundCephImage<'_> {
     fn detach(&self, device: &Device, _: &str, purpose: Purpose) -> Result<Detached, DeviceError> {
         // The mapping's number may have gone to another image.
         if self.source.is_behind(device.dev) {
-            clear_left_mark(device, purpose)?;
+            read_only_mark::clear_published(device, purpose)?;
             if let Some(mapping) = luks::mapping_of(device.dev) {
                 let _ = luks::close(&mapping.name).map_err(CephImageError::from)?;
             }

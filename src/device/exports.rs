@@ -11,12 +11,12 @@ use super::{
     error::{DeviceError, io},
     format_markers::NodeFormatMarkers,
     in_use,
-    loop_attach::clear_left_mark,
     nbd::{self, Identifier, Links},
+    read_only_mark,
 };
 use crate::{
     Detached, Done, error_chain,
-    kernel::{Dev, block::BlockDev, nbd::NbdDevice},
+    kernel::{Dev, nbd::NbdDevice},
     nbd::{BadExport, CONNECTIONS, DEAD_SECONDS, Export, REQUEST_SECONDS, Server},
     size::{BadSize, Size},
 };
@@ -209,13 +209,6 @@ fn device_of(device: NbdDevice, export: &Export) -> Device {
     }
 }
 
-fn block_of(device: &Device) -> BlockDev {
-    BlockDev {
-        dev: device.dev,
-        node: device.node.clone(),
-    }
-}
-
 /// An export, bound to this node's links.
 #[derive(Debug)]
 pub struct BoundExport<'a> {
@@ -243,6 +236,10 @@ impl BackendVolume for BoundExport<'_> {
         if done == Done::Already {
             in_use::refuse(&device.node, device.dev, options)?;
         }
+        // The mark of a raw volume's device is the publish's.
+        if options.purpose == Purpose::Mount {
+            read_only_mark::clear(&device)?;
+        }
         let attachment = Attachment {
             device,
             is_ready: false,
@@ -255,7 +252,7 @@ impl BackendVolume for BoundExport<'_> {
     fn recover(&self, device: &Device, volume_id: &str) {
         let (links, identifier) = (&self.exports.links, self.identifier(volume_id));
         let device = NbdDevice {
-            block: block_of(device),
+            block: device.block(),
             read_only: device.read_only,
         };
         let recovered = links.recover(&identifier, &device, &self.source.options);
@@ -296,9 +293,9 @@ impl BackendVolume for BoundExport<'_> {
         volume_id: &str,
         purpose: Purpose,
     ) -> Result<Detached, DeviceError> {
-        clear_left_mark(device, purpose)?;
+        read_only_mark::clear_published(device, purpose)?;
         let links = &self.exports.links;
-        Ok(links.detach(&self.identifier(volume_id), &block_of(device))?)
+        Ok(links.detach(&self.identifier(volume_id), &device.block())?)
     }
 
     fn release(&self, _: &str) -> Result<(), DeviceError> {

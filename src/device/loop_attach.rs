@@ -13,10 +13,10 @@ use super::{
     error::{DeviceError, io},
     in_use,
     loopdev::{self, AttachedLoop, FileId, LoopDevice, LoopOptions},
-    openers,
+    openers, read_only_mark,
 };
 use crate::{
-    kernel::{block, lease, sysfs},
+    kernel::{block, lease},
     pool::Pool,
 };
 
@@ -67,8 +67,9 @@ pub fn attach_loop(
             None => {
                 let attached = device(found.attached.device);
                 in_use::refuse(&attached.node, attached.dev, options)?;
-                if !found.busy {
-                    clear_read_only_mark(&attached)?;
+                // The mark of a raw volume's device is the publish's.
+                if !found.busy && options.purpose == Purpose::Mount {
+                    read_only_mark::clear(&attached)?;
                 }
                 return Ok((attached, None));
             }
@@ -97,34 +98,6 @@ pub fn attach_loop(
 
 /// One sector, the smallest block device.
 const SMALLEST: u64 = 512;
-
-/// Clears the mark of [`set_read_only`], which belongs to the device's number and outlives
-/// the image that it was set for.
-fn clear_read_only_mark(device: &Device) -> Result<(), DeviceError> {
-    if device.read_only {
-        return Ok(());
-    }
-    set_read_only(device, false)
-}
-
-/// Clears that mark before a detach, from a device that still is the volume's. Raw volumes
-/// alone are published by it.
-pub fn clear_left_mark(device: &Device, purpose: Purpose) -> Result<(), DeviceError> {
-    if purpose != Purpose::Raw || !device.still_matches() {
-        return Ok(());
-    }
-    clear_read_only_mark(device)
-}
-
-/// Makes the whole device refuse writes, or take them again.
-pub fn set_read_only(device: &Device, read_only: bool) -> Result<(), DeviceError> {
-    if sysfs::is_read_only(device.dev).map_err(io("read the device's state"))? == read_only {
-        return Ok(());
-    }
-    block::open(&device.node, device.dev, OFlags::RDONLY)
-        .and_then(|file| block::set_read_only(file, read_only))
-        .map_err(io("set the device read-only or writable"))
-}
 
 /// Whether nothing was ever written to the file (lseek(2), `SEEK_DATA`).
 pub fn is_all_hole(file: &File) -> std::io::Result<bool> {

@@ -187,7 +187,11 @@ fn attach(
     )
     .map_err(made())?;
     crash_point();
-    let device = NbdDevice::of_index(index).map_err(made())?;
+    // Without the mark that the number may have (`device::read_only_mark`).
+    let device = NbdDevice {
+        read_only,
+        ..NbdDevice::of_index(index).map_err(made())?
+    };
     if let Err(source) = complete(device.block.dev, &shape) {
         let undone = driver.disconnect(index);
         tracing::debug!(

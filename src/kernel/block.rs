@@ -19,7 +19,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{Dev, busy::retry_while_busy, sysfs};
 
-const BLKROSET: Opcode = opcode::none(0x12, 93);
+/// Sets or clears the mark by which a device refuses writes.
+pub const BLKROSET: Opcode = opcode::none(0x12, 93);
 const BLKROGET: Opcode = opcode::none(0x12, 94);
 const BLKGETSIZE64: Opcode = opcode::read::<usize>(0x12, 114);
 const BLKGETDISKSEQ: Opcode = opcode::read::<u64>(0x12, 128);

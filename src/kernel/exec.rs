@@ -39,6 +39,9 @@ use rustix::{
 #[cfg(feature = "holder")]
 use std::ffi::CString;
 
+#[cfg(feature = "holder")]
+use super::{block::BLKROSET, privileges};
+
 /// The directories in which programs are looked up.
 pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
@@ -117,6 +120,10 @@ pub fn activity(pid: i32) -> Option<(String, String)> {
 /// (prctl(2), PR_SET_IO_FLUSHER, which takes CAP_SYS_RESOURCE and is inherited; the program
 /// also runs without it).
 ///
+/// The mark of a raw volume that is published read-only is the node agent's: rbd-nbd clears it
+/// whenever it starts, or sets it for good on the device's number. So BLKROSET does nothing here,
+/// and succeeds. The kernel has the driver's own flag for a device that is mapped read-only.
+///
 /// The program cannot see the process `unseen`: it has a mount namespace of its own, in
 /// which a tmpfs hides that process's `/proc/PID`.
 #[cfg(feature = "holder")]
@@ -125,8 +132,13 @@ pub fn block_server<A: AsRef<OsStr>>(program: &str, args: &[A], unseen: Option<P
         let path = format!("/proc/{}", pid.as_raw_nonzero());
         CString::new(path).expect("a number has no NUL")
     });
+    let without_mark = privileges::without_ioctl(BLKROSET);
     #[expect(clippy::disallowed_methods, reason = "in a mount namespace of its own")]
     prepared(program, args, move || {
+        if let Ok(filter) = &without_mark {
+            // The program also runs on a kernel without filters.
+            let _ = seccompiler::apply_filter(filter);
+        }
         // SAFETY: the call takes numbers only.
         let _ = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };
         let Some(path) = &hidden else { return Ok(()) };

@@ -49,7 +49,7 @@ const DRAIN_WITHIN: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdDevice {
     pub block: BlockDev,
-    /// Whether it refuses writes.
+    /// Whether it refuses writes: it was attached read-only, or was marked so (`BLKROSET`).
     pub read_only: bool,
 }
 

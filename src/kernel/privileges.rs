@@ -10,6 +10,8 @@
 
 use std::{collections::BTreeMap, io};
 
+#[cfg(feature = "holder")]
+use rustix::ioctl::Opcode;
 use rustix::thread::{
     CapabilitySet, CapabilitySets, capabilities, remove_capability_from_bounding_set,
     set_capabilities, set_no_new_privs,
@@ -105,6 +107,16 @@ fn drop_all_but(needed: CapabilitySet) -> io::Result<CapabilitySet> {
     set_no_new_privs(true)?;
     seccompiler::apply_filter(&filter().map_err(io::Error::other)?).map_err(io::Error::other)?;
     Ok(kept)
+}
+
+/// A filter by which that ioctl(2) does nothing, and succeeds.
+#[cfg(feature = "holder")]
+pub fn without_ioctl(request: Opcode) -> Result<BpfProgram, seccompiler::BackendError> {
+    let is_it =
+        SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, request.into())?;
+    let rules = [(libc::SYS_ioctl, vec![SeccompRule::new(vec![is_it])?])];
+    let (arch, done) = (std::env::consts::ARCH.try_into()?, SeccompAction::Errno(0));
+    SeccompFilter::new(rules.into(), SeccompAction::Allow, done, arch)?.try_into()
 }
 
 fn filter() -> Result<BpfProgram, seccompiler::BackendError> {

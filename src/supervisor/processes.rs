@@ -22,6 +22,7 @@ pub struct DaemonProcess {
     pub image: String,
     /// Its monitors, as `mon_host` takes them.
     pub monitors: Option<String>,
+    pub read_only: bool,
 }
 
 impl DaemonProcess {
@@ -55,6 +56,7 @@ impl DaemonProcess {
             cookie: cookie.to_owned(),
             image: (*image).to_owned(),
             monitors: monitors.map(str::to_owned),
+            read_only: words.contains(&"--read-only"),
         })
     }
 
@@ -159,6 +161,7 @@ mod tests {
         fn a_daemons_command_line_parses_back(cookie in "[^\0]{1,128}", image in "[^-\0][^\0]{0,40}") {
             let line = format!("rbd-nbd\0map\0{image}\0-f\0--cookie={cookie}\0--read-only\0");
             let server = DaemonProcess::parse(line.as_bytes()).unwrap();
+            prop_assert!(server.read_only);
             prop_assert_eq!((server.cookie, server.image), (cookie, image));
         }
     }

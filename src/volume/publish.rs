@@ -116,6 +116,9 @@ impl Publishing<'_> {
                     self.remount(&place)?;
                 }
                 self.refuse_other_access(&place, &mounted)?;
+                if self.record.usage == Use::Block {
+                    self.mark(&self.record.attached_device()?)?;
+                }
                 already("publish", Done::Already);
                 return Ok(Done::Already);
             }
@@ -289,10 +292,7 @@ impl Publishing<'_> {
     /// A read-only bind of a device node does not stop a writer who opens it: the
     /// device itself has to refuse. It does so for all targets or for none.
     fn set_writable(self, device: &Device) -> Result<(), Cause> {
-        if device.read_only
-            || sysfs::is_read_only(device.dev).map_err(Cause::io("read the device's state"))?
-                == self.read_only
-        {
+        if self.is_marked(device)? {
             return Ok(());
         }
         if let Some(other) = self.live_target() {
@@ -302,8 +302,22 @@ impl Publishing<'_> {
                 other.display()
             )));
         }
-        let set = || device::set_read_only(device, self.read_only);
+        self.mark(device)
+    }
+
+    /// Makes the device refuse writes, or take them.
+    fn mark(self, device: &Device) -> Result<(), Cause> {
+        if self.is_marked(device)? {
+            return Ok(());
+        }
+        let set = || device::read_only_mark::set(&device.block(), self.read_only);
         Ok(self.cx.step("set-ro", set)?)
+    }
+
+    fn is_marked(self, device: &Device) -> Result<bool, Cause> {
+        let looked =
+            || sysfs::is_read_only(device.dev).map_err(Cause::io("read the device's state"));
+        Ok(device.read_only || looked()? == self.read_only)
     }
 
     /// Takes the descriptor lock over a published device node, if configured or asked for.

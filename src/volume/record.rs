@@ -179,13 +179,14 @@ impl Record {
     }
 
     /// Whether a volume that was found staged like this may have been staged by
-    /// such a call.
+    /// such a call. Whether a raw device was attached read-only, or is published so, the attach
+    /// decides.
     pub fn may_satisfy(&self, spec: &Stage) -> bool {
         let same_kind = (self.usage == Use::Block) == (spec.usage == Use::Block);
         self.source.is_same(&spec.source)
             && self.staging_path == spec.staging_path
             && same_kind
-            && self.read_only == spec.read_only
+            && (self.usage == Use::Block || self.read_only == spec.read_only)
     }
 
     /// In words, for an error.

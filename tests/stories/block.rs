@@ -20,6 +20,26 @@ fn device_at(path: &Path) -> u64 {
     found.rdev()
 }
 
+/// A writable raw volume that is published read-only: it stays so when all is called again,
+/// also without records, and the next writer writes.
+pub async fn read_only_for_a_while(node: &Node, volume: &Volume) {
+    node.stage(volume).await.unwrap();
+    let target = node.target(volume, "reader");
+    for records_are_lost in [false, false, true] {
+        if records_are_lost {
+            node.restart_without_records().await;
+        }
+        node.stage(volume).await.unwrap();
+        node.publish_read_only(volume, "reader").await.unwrap();
+        let written = Content::new("x").write_at(&target, 0);
+        assert!(written.is_err(), "a read-only device was written");
+    }
+    node.unpublish(volume, "reader").await.unwrap();
+    let target = node.up(volume, "writer").await;
+    Content::new("y").write_at(&target, 0).unwrap();
+    node.down(volume, "writer").await;
+}
+
 /// What kubelet does after a publish (pkg/volume/util/volumepathhandler): the
 /// published node bind-mounted on the global map path, and a loop device over
 /// it that keeps the device open.
@@ -150,18 +170,7 @@ fn a_read_only_publish_is_read_only_or_refused() {
     story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let volume = sandbox.volume_in("main", "v", "block", 64 * MIB);
-        node.stage(&volume).await.unwrap();
-        // Another writer would have to be stopped for it: alone, it must hold.
-        if node.publish_read_only(&volume, "pod").await.is_ok() {
-            let written = Content::new("x").write_at(&node.target(&volume, "pod"), 0);
-            assert!(written.is_err(), "a read-only device was written");
-        }
-        node.down(&volume, "pod").await;
-
-        // The next writer writes.
-        let target = node.up(&volume, "writer").await;
-        Content::new("y").write_at(&target, 0).unwrap();
-        node.down(&volume, "writer").await;
+        read_only_for_a_while(&node, &volume).await;
         node.assert_clean().await;
     });
 }

@@ -124,6 +124,8 @@ pub struct MapConfig {
     pub mark: Option<Mark>,
     /// Whether its client is its own.
     pub noshare: bool,
+    /// Whether it was to be read-only.
+    pub read_only: bool,
 }
 
 impl MapConfig {
@@ -133,12 +135,18 @@ impl MapConfig {
         let monitors = words.next().unwrap_or_default().split(',');
         let mut options = words.next().unwrap_or_default().split(',');
         let noshare = options.clone().any(|option| option == NOSHARE);
+        let read_only = options.clone().rev().find_map(|option| match option {
+            "ro" | "read_only" => Some(true),
+            "rw" | "read_write" => Some(false),
+            _ => None,
+        });
         Self {
             monitors: monitors
                 .filter_map(|monitor| monitor.parse().ok())
                 .collect(),
             mark: options.find_map(|option| Mark::parse(option.strip_prefix("key=")?)),
             noshare,
+            read_only: read_only == Some(true),
         }
     }
 }
@@ -167,7 +175,8 @@ impl Mapped {
             dev,
             node: PathBuf::from(format!("/dev/rbd{}", self.id)),
             identity: self.identity.clone(),
-            read_only: sysfs::is_read_only(dev)?,
+            // Not as sysfs shows it: a raw volume may be marked read-only.
+            read_only: self.config.read_only || self.identity.snapshot.is_some(),
         })
     }
 }

@@ -29,12 +29,8 @@ impl From<RbdDevice> for LowerDevice {
 
 impl LowerDevice {
     pub fn of(device: &Device) -> Self {
-        let own = || BlockDev {
-            dev: device.dev,
-            node: device.node.clone(),
-        };
         Self {
-            block: device.encrypted.clone().unwrap_or_else(own),
+            block: device.encrypted.clone().unwrap_or_else(|| device.block()),
             backing: device.backing.clone(),
             read_only: device.read_only,
         }

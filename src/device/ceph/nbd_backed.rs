@@ -147,10 +147,13 @@ fn has_other_monitors(server: &DaemonProcess, monitors: &Monitors) -> bool {
     matches!(its, Some(Ok(its)) if !monitors.meet(&its))
 }
 
-/// Whether a process serves the image for the volume, with or without a supervisor.
+/// Whether a process serves the image for the volume as requested, with or without a
+/// supervisor.
 fn is_backed_without_supervisor(spec: &Spec) -> Result<bool, CephImageError> {
     let server = server_of(&spec.volume_id).map_err(ClientError::Io)?;
-    Ok(server.is_some_and(|(_, server)| server.image == spec.name()))
+    Ok(server.is_some_and(|(_, server)| {
+        server.image == spec.name() && server.read_only == spec.read_only
+    }))
 }
 
 /// `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`.
@@ -237,9 +240,7 @@ impl BoundCephImage<'_> {
         let (node, done) = match (supervisor.map(&spec, &known.credentials.key), before) {
             // The supervisor is away, and the key is not needed now.
             (Err(ClientError::Unreachable { source, .. }), Some(device))
-                if device.read_only == options.read_only
-                    && spec.fencing.is_none()
-                    && is_backed_without_supervisor(&spec)? =>
+                if spec.fencing.is_none() && is_backed_without_supervisor(&spec)? =>
             {
                 let why = error_chain(&source);
                 tracing::warn!(
@@ -273,7 +274,9 @@ impl BoundCephImage<'_> {
             let why = format!("{} disappeared after rbd-nbd was started", node.display());
             ClientError::Io(std::io::Error::other(why))
         })?;
-        let lower = lower(device, &served.cookie);
+        let mut lower = lower(device, &served.cookie);
+        // The supervisor has compared them; the kernel also shows a mark.
+        lower.read_only = options.read_only;
         if !single_writer {
             return Ok((lower, done));
         }

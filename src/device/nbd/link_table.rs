@@ -24,7 +24,7 @@ use std::{
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use super::{
-    Identifier, Link, LinkOptions, NbdError, Outage, attach, between, failed, is_behind,
+    Identifier, Link, LinkOptions, NbdError, Outage, attach, between, failed, handshake, is_behind,
     large_enough, link::LinkState, listed, lock,
 };
 use crate::{
@@ -120,7 +120,7 @@ impl Links {
         if is_between(&found) {
             return Err(between());
         }
-        if let Some((device, found)) = found.map_err(listed())? {
+        if let Some((mut device, found)) = found.map_err(listed())? {
             let otherwise = |how: String| NbdError::AttachedOtherwise {
                 export: export.clone(),
                 node: device.block.node.clone(),
@@ -131,6 +131,10 @@ impl Links {
             }
             if found.volume_id != identifier.volume_id {
                 return Err(otherwise(format!("for volume {}", found.volume_id)));
+            }
+            if device.read_only && !read_only && !self.is_attached_read_only(export) {
+                // A mark (`device::read_only_mark`).
+                device.read_only = false;
             }
             if device.read_only != read_only {
                 let how = if read_only { "writable" } else { "read-only" };
@@ -221,6 +225,13 @@ impl Links {
     /// The outage of the export's server, if any.
     pub fn outage(&self, export: &Export) -> Option<Outage> {
         self.of(export).and_then(|link| lock(&link.outage).clone())
+    }
+
+    /// Whether this agent attached it read-only. Of one that an earlier agent attached, the
+    /// kernel does not show the flags.
+    fn is_attached_read_only(&self, export: &Export) -> bool {
+        self.of(export)
+            .is_some_and(|link| link.flags & handshake::flags::READ_ONLY != 0)
     }
 
     pub(super) fn of(&self, export: &Export) -> Option<Arc<Link>> {

@@ -16,7 +16,10 @@ use tokio::time::sleep;
 use super::{MIB, Supervisor, Test, assert_holds, signal, write, wrong_key};
 use crate::{
     Done,
-    kernel::nbd::{self, NbdDevice, netlink::Driver},
+    kernel::{
+        block,
+        nbd::{self, NbdDevice, netlink::Driver},
+    },
     secret::Secret,
     supervisor::{Spec, SupervisorError},
 };
@@ -134,6 +137,42 @@ fn a_daemon_that_dies_in_an_unmap_is_replaced_and_the_data_is_written() {
     eprintln!("unmapped in {:?}", begun.elapsed());
     assert!(supervisor.keeper.list().is_empty());
     test.assert_exported_holds(0, 8, MIB);
+}
+
+#[test]
+fn a_read_only_device_is_unmapped_while_its_daemon_does_not_answer() {
+    let Some(mut test) = Test::new("reader") else {
+        return;
+    };
+    test.spec.read_only = true;
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
+    let opened = File::open(&node).unwrap();
+    assert!(block::is_read_only(&opened).unwrap());
+    drop(opened);
+    signal(supervisor.status(&test).pid, Signal::STOP);
+    assert_eq!(test.unmap(&supervisor).unwrap(), Done::Now);
+}
+
+/// A raw volume that is published read-only.
+#[test]
+fn a_marked_device_stays_marked_when_its_daemon_is_restarted() {
+    let Some(test) = Test::new("marked") else {
+        return;
+    };
+    let supervisor = test.supervisor();
+    let (node, _) = test.map(&supervisor).unwrap();
+    block::set_read_only(File::open(&node).unwrap(), true).unwrap();
+    assert_eq!(test.map(&supervisor).unwrap().1, Done::Already);
+    let first = supervisor.status(&test).pid;
+    kill(first);
+    supervisor.until("another daemon", || {
+        let status = supervisor.status(&test);
+        status.pid.is_some() && status.pid != first && status.trouble.is_none()
+    });
+    assert!(block::is_read_only(File::open(&node).unwrap()).unwrap());
+    block::set_read_only(File::open(&node).unwrap(), false).unwrap();
+    write(&node, 0, 7, MIB).join().unwrap();
 }
 
 /// As udevd does before it looks into a device.

@@ -120,8 +120,11 @@ impl ServedVolume {
                 given: spec.image.cluster_id,
             });
         }
-        if device.read_only != spec.read_only {
-            let how = if device.read_only {
+        // A raw volume that is published read-only is marked so (BLKROSET), however it is mapped.
+        let recorded = self.candidates.recorded.as_ref();
+        let is_read_only = recorded.map_or(device.read_only, |spec| spec.read_only);
+        if is_read_only != spec.read_only {
+            let how = if is_read_only {
                 "read-only"
             } else {
                 "writable"

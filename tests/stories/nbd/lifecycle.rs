@@ -1,8 +1,11 @@
 //! The whole lifecycle of a volume, with each kind of server.
 
+use std::fs;
+
 use testkit::{Content, KINDS, MIB, NbdServer, Node, nbds_over, run};
 
 use super::{blank, lifecycle, nbd_story, over, own};
+use crate::block::read_only_for_a_while;
 
 #[test]
 fn lifecycle_with_nbdkit_over_unix_and_tcp() {
@@ -80,6 +83,44 @@ fn a_server_that_cannot_write_zeroes_is_not_asked_to() {
             assert_eq!(most, "0");
             node.down(volume, "pod").await;
         }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_raw_volume_is_read_only_for_a_while() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let server = NbdServer::start(sandbox).await;
+        read_only_for_a_while(&node, &blank(sandbox, &server, "v", "block")).await;
+        node.assert_clean().await;
+    });
+}
+
+/// As after an rbd-nbd that was started read-only.
+#[test]
+fn a_number_that_was_marked_read_only_is_written() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let server = NbdServer::start(sandbox).await;
+        let volume = blank(sandbox, &server, "v", "ext4");
+        let device_of = || nbds_over(&format!(" {}", volume.handle)).pop();
+        let mut marked = None;
+        // Another test may have got the number meanwhile.
+        for _ in 0..20 {
+            let target = node.up(&volume, "pod").await;
+            fs::write(target.join("file"), "x").unwrap();
+            let device = device_of().expect("a device");
+            let is_again = marked.as_ref() == Some(&device);
+            // What is mounted is still written: only writes to the node fail.
+            run(&["blockdev", "--setro", &device]);
+            node.down(&volume, "pod").await;
+            marked = Some(device);
+            if is_again {
+                break;
+            }
+        }
+        run(&["blockdev", "--setrw", &marked.unwrap()]);
         node.assert_clean().await;
     });
 }

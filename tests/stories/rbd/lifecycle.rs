@@ -9,6 +9,7 @@ use testkit::{
 };
 
 use super::{assert_nothing_staged, devices_over, lifecycle, write_or_check};
+use crate::block::read_only_for_a_while;
 
 #[test]
 fn lifecycle_of_every_kind() {
@@ -106,6 +107,7 @@ fn read_only_volumes_are_read_and_not_written() {
         for kind in ["ext4", "xfs", "block"] {
             read_and_not_written(&node, &ceph.volume(kind)).await;
         }
+        read_only_for_a_while(&node, &ceph.volume("block")).await;
         node.assert_clean().await;
     });
 }

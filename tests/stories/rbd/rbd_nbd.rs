@@ -16,6 +16,7 @@ use testkit::{
 use tonic::Code::FailedPrecondition;
 
 use super::{encrypted, lifecycle, write_or_check};
+use crate::block::read_only_for_a_while;
 
 pub async fn node_with(sandbox: &Sandbox, ceph: &Ceph, supervisor: &Supervisor) -> Node {
     let setup = ceph.setup(sandbox).arg("--alpha-capabilities");
@@ -211,6 +212,7 @@ fn read_only_and_encrypted_volumes_work() {
         for kind in ["ext4", "xfs", "block"] {
             lifecycle::read_and_not_written(&node, &served(ceph.volume(kind))).await;
         }
+        read_only_for_a_while(&node, &served(ceph.volume("block"))).await;
         for kind in ["xfs", "block"] {
             lifecycle(&node, &served(encrypted::volume(ceph, kind))).await;
         }
