@@ -86,7 +86,9 @@ fn pods_share_a_directory_by_inline_volumes() {
         })
         .await;
 
-        up(&node, &one).await;
+        // The delete may still be under way.
+        let made = async || node.send_publish(publish(&node, &one)).await;
+        node.retry_until_ok("published", made).await;
         server.kill9();
         node.unpublish(&one, "pod").await.expect("unpublished");
         assert_eq!(mounts(&node), 0);
