@@ -15,6 +15,7 @@
 
 use std::{
     backtrace::{Backtrace, BacktraceStatus},
+    fmt::{Display, Formatter},
     io,
     os::fd::AsFd as _,
     panic::{self, PanicHookInfo},
@@ -138,23 +139,38 @@ pub fn micros(time: Duration) -> u64 {
 
 /// The span of one call, to `.instrument` its future with. `volume_id` may be empty.
 pub fn call_span(method: &'static str, volume_id: &str, parent: Option<TraceParent>) -> Span {
+    let volume_id = Some(volume_id).filter(|id| !id.is_empty());
+    // An export chooses the trace. What is known is given to the span at once: in JSON each
+    // later field reads and writes those before it again.
+    let trace_id = match parent {
+        Some(parent) => Some(parent.trace_id),
+        None if cfg!(feature = "otel") => None,
+        None => Some(traces::new_trace_id()),
+    };
     // Error level: the fields must be present at every configured level.
     let span = tracing::span!(
         Level::ERROR,
         "call",
         method,
-        trace_id = field::Empty,
+        trace_id = trace_id.map(Hex).map(field::display),
         request_name = field::Empty,
-        volume_id = field::Empty
+        volume_id = volume_id.filter(|_| trace_id.is_some())
     );
-    let trace_id = traces::begin(&span, parent)
-        .or(parent.map(|parent| parent.trace_id))
-        .unwrap_or_else(traces::new_trace_id);
-    span.record("trace_id", format_args!("{trace_id:032x}"));
-    if !volume_id.is_empty() {
+    let begun = traces::begin(&span, parent);
+    if trace_id.is_none() {
+        let trace_id = Hex(begun.unwrap_or_else(traces::new_trace_id));
+        span.record("trace_id", field::display(trace_id));
         span.record("volume_id", volume_id);
     }
     span
+}
+
+struct Hex(u128);
+
+impl Display for Hex {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
 }
 
 /// The span of one step of a call's work.

@@ -9,18 +9,47 @@ use std::{
     time::{Duration, Instant},
 };
 
-use metrics::{counter, gauge, histogram};
+use metrics::{Counter, Histogram, counter, gauge, histogram};
 
 use super::{as_gauge, names as name};
 
-/// The beginnings of the calls under way, by method; the oldest has the lowest number.
-static UNDER_WAY: Mutex<BTreeMap<&'static str, BTreeMap<u64, Instant>>> =
-    Mutex::new(BTreeMap::new());
+static METHODS: Mutex<BTreeMap<&'static str, Method>> = Mutex::new(BTreeMap::new());
 
 /// Nothing can panic under this lock.
-fn under_way() -> MutexGuard<'static, BTreeMap<&'static str, BTreeMap<u64, Instant>>> {
-    UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner)
+fn methods() -> MutexGuard<'static, BTreeMap<&'static str, Method>> {
+    METHODS.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+/// The calls of one method. Its series are looked up once, not in each call.
+#[derive(Default)]
+struct Method {
+    /// The beginnings of those under way; the oldest has the lowest number.
+    under_way: BTreeMap<u64, Instant>,
+    durations: Option<Histogram>,
+    succeeded: Option<Counter>,
+}
+
+impl Method {
+    fn ended(&mut self, timer: &CallTimer) {
+        let CallTimer { method, code, .. } = *timer;
+        self.under_way.remove(&timer.number);
+        self.durations
+            .get_or_insert_with(|| histogram!(name::CALL_DURATION, "method" => method))
+            .record(timer.begun.elapsed());
+        if code == OK {
+            self.succeeded(method).increment(1);
+        } else {
+            counter!(name::CALLS, "method" => method, "code" => code).increment(1);
+        }
+    }
+
+    fn succeeded(&mut self, method: &'static str) -> &Counter {
+        let counter = || counter!(name::CALLS, "method" => method, "code" => OK);
+        self.succeeded.get_or_insert_with(counter)
+    }
+}
+
+const OK: &str = "OK";
 
 /// A call under way. One that is dropped without an answer was cancelled by its caller.
 #[derive(Debug)]
@@ -36,8 +65,9 @@ pub struct CallTimer {
 pub fn call(method: &'static str) -> CallTimer {
     static LAST: AtomicU64 = AtomicU64::new(0);
     let (number, begun) = (LAST.fetch_add(1, Relaxed), Instant::now());
-    let mut under_way = under_way();
-    under_way.entry(method).or_default().insert(number, begun);
+    let mut methods = methods();
+    let calls = &mut methods.entry(method).or_default().under_way;
+    calls.insert(number, begun);
     CallTimer {
         method,
         number,
@@ -57,26 +87,30 @@ impl CallTimer {
 
 impl Drop for CallTimer {
     fn drop(&mut self) {
-        if let Some(calls) = under_way().get_mut(self.method) {
-            calls.remove(&self.number);
+        if let Some(method) = methods().get_mut(self.method) {
+            method.ended(self);
         }
-        histogram!(name::CALL_DURATION, "method" => self.method).record(self.begun.elapsed());
-        counter!(name::CALLS, "method" => self.method, "code" => self.code).increment(1);
     }
 }
 
 /// Shows the methods of a program before their first call.
-pub fn announce(methods: &[&'static str]) {
-    let mut under_way = under_way();
-    for method in methods {
-        under_way.entry(method).or_default();
-        counter!(name::CALLS, "method" => *method, "code" => "OK").increment(0);
+pub fn announce(names: &[&'static str]) {
+    let mut methods = methods();
+    for name in names {
+        let method = methods.entry(name).or_default();
+        method.succeeded(name).increment(0);
     }
 }
 
 /// Sets the gauges of the calls under way.
 pub fn report() {
-    for (method, calls) in under_way().iter() {
+    for (
+        method,
+        Method {
+            under_way: calls, ..
+        },
+    ) in methods().iter()
+    {
         let oldest = calls.first_key_value().map(|(_, begun)| begun.elapsed());
         gauge!(name::CALLS_IN_FLIGHT, "method" => *method).set(as_gauge(calls.len()));
         gauge!(name::OLDEST_CALL_AGE, "method" => *method)
