@@ -231,10 +231,13 @@ def needed_by(docs):
     needed = set()
     for doc in docs:
         for volume in doc.get("spec", {}).get("template", {}).get("spec", {}).get("volumes", []):
-            for field, kind, key in (("secret", "Secret", "secretName"), ("configMap", "ConfigMap", "name")):
-                if field in volume and not volume[field].get("optional"):
-                    needed.add((kind, volume[field][key]))
-    return needed - made
+            sources = [volume, *volume.get("projected", {}).get("sources", [])]
+            for source in sources:
+                for field, kind, key in (("secret", "Secret", "secretName"), ("configMap", "ConfigMap", "name")):
+                    if field in source and not source[field].get("optional"):
+                        needed.add((kind, source[field][key]))
+    # Each namespace has this one.
+    return needed - made - {("ConfigMap", "kube-root-ca.crt")}
 
 
 def as_text(needs):

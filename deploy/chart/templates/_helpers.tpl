@@ -252,6 +252,21 @@ share{{ if . }}-{{ . }}{{ end }}
 
 {{- define "uring-csi.cephVolumes" -}}
 - name: clusters
+  {{- if .Values.ceph.mappingConfigMap }}
+  projected:
+    sources:
+      - configMap:
+          name: {{ .Values.ceph.configMap }}
+          items:
+            - key: {{ .Values.ceph.configMapKey }}
+              path: config.json
+      - configMap:
+          name: {{ .Values.ceph.mappingConfigMap }}
+          optional: true
+          items:
+            - key: {{ .Values.ceph.mappingConfigMapKey }}
+              path: cluster-mapping.json
+  {{- else }}
   configMap:
     name: {{ .Values.ceph.configMap }}
     {{- if ne .Values.ceph.configMapKey "config.json" }}
@@ -259,6 +274,7 @@ share{{ if . }}-{{ . }}{{ end }}
       - key: {{ .Values.ceph.configMapKey }}
         path: config.json
     {{- end }}
+  {{- end }}
 - name: kms
   configMap:
     name: {{ .Values.ceph.kmsConfigMap }}

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! An administrator may change the file while the agent runs, so the agent reads it again
-//! after each change. As with ceph-csi, unknown keys are no error, and of two entries with
-//! one `clusterID` the first counts.
+//! after each change. As with ceph-csi, keys have any case, unknown ones are no error, and of
+//! two entries with one `clusterID` the first counts.
 //!
 //! Source: `api/deploy/kubernetes/csi-config-map.go` of ceph-csi.
 
@@ -21,10 +21,12 @@ use std::{
 
 use serde::{Deserialize, de::DeserializeOwned};
 
+mod any_case;
 mod mapping;
 #[cfg(test)]
 mod tests;
 
+use any_case::AnyCase;
 pub use mapping::Mappings;
 
 /// One cluster.
@@ -51,12 +53,12 @@ impl ClusterConfig {
 
 /// Reads from the OSDs that are nearest in the CRUSH map.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(default, rename_all = "camelCase")]
+#[serde(default)]
 pub struct ReadAffinity {
     /// Whether it is on.
     pub enabled: bool,
     /// The node labels that tell where a node is; empty: those that the node's agent has.
-    #[serde(deserialize_with = "null_is_default")]
+    #[serde(rename = "crushlocationlabels", deserialize_with = "null_is_default")]
     pub crush_location_labels: Vec<String>,
 }
 
@@ -87,30 +89,36 @@ pub enum ConfigError {
     /// The cluster has no monitors.
     #[error("{} has no monitors for the cluster {cluster_id:?}", path.display())]
     NoMonitors { path: PathBuf, cluster_id: String },
+    /// An entry of the file of mappings maps no cluster.
+    #[error("entry {nr} of {} has no clusterIDMapping: add it, or remove the entry", path.display())]
+    NoMapping {
+        path: PathBuf,
+        /// Its number; the first is 1.
+        nr: usize,
+    },
 }
 
 /// An entry of the file. Older files have the namespace at the top level.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
 struct ClusterEntry {
-    #[serde(rename = "clusterID", default, deserialize_with = "null_is_default")]
+    #[serde(rename = "clusterid", deserialize_with = "null_is_default")]
     cluster_id: String,
-    #[serde(default, deserialize_with = "null_is_default")]
+    #[serde(deserialize_with = "null_is_default")]
     monitors: Vec<String>,
-    #[serde(default, deserialize_with = "null_is_default")]
+    #[serde(rename = "radosnamespace", deserialize_with = "null_is_default")]
     rados_namespace: String,
-    #[serde(default, deserialize_with = "null_is_default")]
-    rbd: Rbd,
-    #[serde(default, deserialize_with = "null_is_default")]
-    read_affinity: ReadAffinity,
+    rbd: AnyCase<Rbd>,
+    #[serde(rename = "readaffinity")]
+    read_affinity: AnyCase<ReadAffinity>,
 }
 
 #[derive(Debug, Default, Deserialize)]
-#[serde(default, rename_all = "camelCase")]
+#[serde(default)]
 struct Rbd {
-    #[serde(deserialize_with = "null_is_default")]
+    #[serde(rename = "netnamespacefilepath", deserialize_with = "null_is_default")]
     net_namespace_file_path: String,
-    #[serde(deserialize_with = "null_is_default")]
+    #[serde(rename = "radosnamespace", deserialize_with = "null_is_default")]
     rados_namespace: String,
 }
 
@@ -126,12 +134,13 @@ where
 impl ClusterEntry {
     fn into_config(self) -> ClusterConfig {
         let said = |text: String| Some(text).filter(|text| !text.is_empty());
+        let AnyCase(rbd) = self.rbd;
         ClusterConfig {
             cluster_id: self.cluster_id,
             monitors: self.monitors,
-            rados_namespace: said(self.rbd.rados_namespace).or(said(self.rados_namespace)),
-            net_namespace_file: said(self.rbd.net_namespace_file_path).map(PathBuf::from),
-            read_affinity: self.read_affinity,
+            rados_namespace: said(rbd.rados_namespace).or(said(self.rados_namespace)),
+            net_namespace_file: said(rbd.net_namespace_file_path).map(PathBuf::from),
+            read_affinity: self.read_affinity.0,
         }
     }
 }
@@ -178,9 +187,11 @@ impl Clusters {
 
     /// All clusters, in the order of the file.
     pub fn all(&self) -> Result<Arc<Vec<ClusterConfig>>, ConfigError> {
-        self.file.read(|entries: Vec<ClusterEntry>| {
-            let clusters = entries.into_iter().map(ClusterEntry::into_config);
-            clusters.collect()
+        self.file.read(|entries: Vec<AnyCase<ClusterEntry>>| {
+            let clusters = entries
+                .into_iter()
+                .map(|AnyCase(entry)| entry.into_config());
+            Ok(clusters.collect())
         })
     }
 }
@@ -211,7 +222,7 @@ impl<T> CachedFile<T> {
     /// The value of the current file, made by `settle`.
     fn read<R: DeserializeOwned>(
         &self,
-        settle: impl FnOnce(R) -> T,
+        settle: impl FnOnce(R) -> Result<T, ConfigError>,
     ) -> Result<Arc<T>, ConfigError> {
         let unreadable = |source| ConfigError::Unreadable {
             path: self.path.clone(),
@@ -230,7 +241,7 @@ impl<T> CachedFile<T> {
             path: self.path.clone(),
             source,
         })?;
-        let value = Arc::new(settle(read));
+        let value = Arc::new(settle(read)?);
         *last = Some((stamp, value.clone()));
         Ok(value)
     }

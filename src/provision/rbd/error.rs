@@ -350,7 +350,9 @@ impl RbdError {
         match self {
             Self::Config(error) => match error {
                 ConfigError::Unknown { .. } | ConfigError::NoMonitors { .. } => Kind::Invalid,
-                ConfigError::Unreadable { .. } | ConfigError::Malformed { .. } => Kind::Transient,
+                ConfigError::Unreadable { .. }
+                | ConfigError::Malformed { .. }
+                | ConfigError::NoMapping { .. } => Kind::Transient,
             },
             Self::Secrets(_)
             | Self::NoPool { .. }

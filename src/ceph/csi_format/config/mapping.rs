@@ -13,23 +13,25 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use serde::Deserialize;
 
-use super::{CachedFile, ConfigError, null_is_default};
+use super::{AnyCase, CachedFile, ConfigError, null_is_default};
+
+type Pairs = BTreeMap<String, String>;
 
 /// One entry of the file.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct MappingEntry {
+    #[serde(rename = "clusteridmapping")]
+    clusters: Option<Pairs>,
+    #[serde(rename = "rbdpoolidmapping", deserialize_with = "null_is_default")]
+    pools: Vec<Pairs>,
+}
+
+/// The pairs of clusters, and of the ids of their pools.
+#[derive(Debug)]
 struct ClusterMapping {
-    #[serde(
-        default,
-        rename = "clusterIDMapping",
-        deserialize_with = "null_is_default"
-    )]
-    clusters: BTreeMap<String, String>,
-    #[serde(
-        default,
-        rename = "RBDPoolIDMapping",
-        deserialize_with = "null_is_default"
-    )]
-    pools: Vec<BTreeMap<String, String>>,
+    clusters: Pairs,
+    pools: Vec<Pairs>,
 }
 
 /// The mappings of a file, which is read again after a change.
@@ -49,7 +51,7 @@ impl Mappings {
     /// The clusters, with the ids of pools, to which a volume of this pool may have failed
     /// over, in the order of the file; empty without a mapping.
     pub fn of(&self, cluster_id: &str, pool_id: i64) -> Result<Vec<(String, i64)>, ConfigError> {
-        let mappings = match self.file.read(|mappings| mappings) {
+        let mappings = match self.file.read(|entries| self.settle(entries)) {
             Ok(mappings) => mappings,
             Err(ConfigError::Unreadable { source, .. })
                 if source.kind() == std::io::ErrorKind::NotFound =>
@@ -69,10 +71,30 @@ impl Mappings {
         }
         Ok(found)
     }
+
+    /// Refuses an entry without clusters: it would have no effect, and a delete would leave the
+    /// image of a volume that failed over.
+    fn settle(
+        &self,
+        entries: Vec<AnyCase<MappingEntry>>,
+    ) -> Result<Vec<ClusterMapping>, ConfigError> {
+        let numbered = entries.into_iter().enumerate();
+        let settled = numbered.map(|(index, AnyCase(entry))| match entry.clusters {
+            Some(clusters) => Ok(ClusterMapping {
+                clusters,
+                pools: entry.pools,
+            }),
+            None => Err(ConfigError::NoMapping {
+                path: self.file.path.clone(),
+                nr: index + 1,
+            }),
+        });
+        settled.collect()
+    }
 }
 
 /// The partners of `one` in these pairs.
-fn others<'a>(pairs: &'a BTreeMap<String, String>, one: &str) -> Vec<&'a str> {
+fn others<'a>(pairs: &'a Pairs, one: &str) -> Vec<&'a str> {
     let other = |(key, value): (&'a String, &'a String)| match one {
         _ if key == one => Some(value.as_str()),
         _ if value == one => Some(key.as_str()),

@@ -82,6 +82,49 @@ fn cluster_mappings_apply_in_both_directions() {
     assert_eq!(mappings.of("site2", 3).unwrap(), []);
 }
 
+#[test]
+fn keys_have_any_case_as_ceph_csi_reads_them() {
+    let dir = TempDir::new().unwrap();
+    let mappings = Mappings::new(dir.path().join("config.json"));
+    for (clusters, pools) in [
+        // Rook's, and ceph-csi-operator's.
+        ("ClusterIDMapping", "RBDPoolIDMapping"),
+        ("clusterIdMapping", "RBDPoolIDMapping"),
+        ("clusteridmapping", "rbdPoolIDMapping"),
+    ] {
+        let text = format!(r#"[{{"{clusters}": {{"Rook": "rook"}}, "{pools}": [{{"3": "4"}}]}}]"#);
+        write(&dir, &text);
+        assert_eq!(mappings.of("Rook", 3).unwrap(), [("rook".to_owned(), 4)]);
+        // Ids are letter for letter.
+        assert_eq!(mappings.of("ROOK", 3).unwrap(), []);
+    }
+    let text = r#"[{"ClusterId": "a", "MONITORS": ["h"], "RBD": {"RadosNamespace": "ns"},
+                    "ReadAffinity": {"Enabled": true, "crushlocationLabels": ["zone"]}}]"#;
+    let a = Clusters::new(write(&dir, text)).get("a").unwrap();
+    assert_eq!(a.rados_namespace.as_deref(), Some("ns"));
+    assert!(a.read_affinity.enabled);
+    assert_eq!(a.read_affinity.crush_location_labels, ["zone"]);
+}
+
+#[test]
+fn a_mapping_without_clusters_is_refused_by_its_number() {
+    let dir = TempDir::new().unwrap();
+    let mappings = Mappings::new(dir.path().join("config.json"));
+    for entry in [
+        r#"{"RBDPoolIDMapping": [{"1": "2"}]}"#,
+        r#"{"clusterIDMapping": null}"#,
+        "null",
+    ] {
+        write(&dir, &format!(r#"[{{"clusterIDMapping": {{}}}}, {entry}]"#));
+        let error = mappings.of("a", 1).unwrap_err().to_string();
+        assert!(error.starts_with("entry 2 of "), "{error}");
+        assert!(
+            error.contains("config.json has no clusterIDMapping"),
+            "{error}"
+        );
+    }
+}
+
 proptest! {
     #[test]
     fn any_names_are_read_back(ids in prop::collection::vec("\\PC{0,12}", 0..6), monitor in "\\PC{1,20}") {
