@@ -19,6 +19,12 @@ impl Secret {
     pub fn reveal(&self) -> &str {
         &self.0
     }
+
+    /// The same without the newlines at its end, if it has any.
+    pub fn without_newline(&self) -> Option<Self> {
+        let bare = self.0.trim_end_matches('\n');
+        (bare.len() < self.0.len()).then(|| Self::new(bare.to_owned()))
+    }
 }
 
 impl fmt::Debug for Secret {

@@ -25,7 +25,6 @@ use std::{
 
 use serde::Deserialize;
 use serde_json::Value;
-use zeroize::Zeroizing;
 
 use super::csi_format::encryption::{
     EncryptionError, generate, generate_for_files, open, passphrase, seal,
@@ -108,7 +107,7 @@ impl Kms {
     pub fn check(&self, secrets: &Secrets) -> Result<(), EncryptionError> {
         match self {
             Self::Secret | Self::Metadata(None) => passphrase(secrets).map(drop),
-            Self::Metadata(Some(file)) => read(file).map(drop),
+            Self::Metadata(Some(file)) => read_exactly(file).map(drop),
             Self::Sealed(service) => service.check(),
             Self::Service(service) => service.check(secrets),
         }
@@ -126,7 +125,12 @@ impl Kms {
             Self::Secret => passphrase(secrets).cloned(),
             Self::Metadata(file) => {
                 let with = sealing(file.as_deref(), secrets)?;
-                open(&with, handle, sealed.unwrap_or_default())
+                let open = |with: &Secret| open(with, handle, sealed.unwrap_or_default());
+                match (open(&with), with.without_newline()) {
+                    // Earlier builds sealed without it.
+                    (Err(EncryptionError::Wrong), Some(with)) => open(&with),
+                    (opened, _) => opened,
+                }
             }
             Self::Sealed(service) => service.open(sealed.unwrap_or_default()),
             Self::Service(service) => service.load(secrets, handle),
@@ -225,18 +229,25 @@ impl Kms {
 fn sealing(file: Option<&Path>, secrets: &Secrets) -> Result<Secret, EncryptionError> {
     match file {
         None => passphrase(secrets).cloned(),
-        Some(file) => read(file),
+        Some(file) => read_exactly(file),
     }
 }
 
-/// A value of a mounted Secret, or a token.
+/// A value of a mounted Secret, to its last byte: a newline, as of `echo`, is part of a
+/// passphrase for ceph-csi.
+fn read_exactly(path: &Path) -> Result<Secret, EncryptionError> {
+    let text = fs::read_to_string(path);
+    text.map(Secret::new)
+        .map_err(|source| EncryptionError::Config {
+            path: path.to_owned(),
+            source,
+        })
+}
+
+/// A token, a certificate, or an id, of which a newline at the end is no part.
 fn read(path: &Path) -> Result<Secret, EncryptionError> {
-    let text = fs::read_to_string(path).map(Zeroizing::new);
-    let text = text.map_err(|source| EncryptionError::Config {
-        path: path.to_owned(),
-        source,
-    })?;
-    Ok(Secret::new(text.trim_end_matches('\n').to_owned()))
+    let exact = read_exactly(path)?;
+    Ok(exact.without_newline().unwrap_or(exact))
 }
 
 /// The key management systems, by id, and the files that they need.

@@ -165,14 +165,27 @@ fn a_passphrase_may_be_in_a_secret_of_the_tenant() {
         fs::write(secret.join("encryptionPassphrase"), value).unwrap();
     }
     let none = Secrets::default();
-    for (id, with) in [("of-tenant", "of the tenant"), ("of-one", "of one")] {
+    // As ceph-csi, to the last byte.
+    for (id, with) in [("of-tenant", "of the tenant\n"), ("of-one", "of one")] {
         let kms = config.get(id, "tenant").unwrap();
         kms.check(&none).unwrap();
         let sealed = kms.create(&none, "handle").unwrap().unwrap();
         let own = kms.load(&none, "handle", Some(&sealed)).unwrap();
-        let opened = open(&Secret::new(with.to_owned()), "handle", &sealed).unwrap();
+        let with = Secret::new(with.to_owned());
+        let opened = open(&with, "handle", &sealed).unwrap();
         assert_eq!(own.reveal(), opened.reveal());
+        let for_files = kms.load_for_files(&none, "handle").unwrap();
+        assert_eq!(for_files.reveal(), with.reveal());
     }
+    // Earlier builds sealed without the newline.
+    let (with, own) = (Secret::new("of the tenant".to_owned()), generate());
+    let sealed = seal(&with, "handle", &own);
+    let kms = config.get("of-tenant", "tenant").unwrap();
+    let opened = kms.load(&none, "handle", Some(&sealed)).unwrap();
+    assert_eq!(opened.reveal(), own.reveal());
+    let kms = config.get("of-one", "tenant").unwrap();
+    let wrong = kms.load(&none, "handle", Some(&sealed)).unwrap_err();
+    assert!(matches!(wrong, EncryptionError::Wrong), "{wrong}");
     let other = config.get("of-tenant", "other").unwrap();
     let missing = other.check(&none).unwrap_err();
     assert!(missing.to_string().contains("other/storage"), "{missing}");

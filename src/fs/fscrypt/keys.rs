@@ -132,7 +132,8 @@ pub enum ProtectorError {
 }
 
 /// The protector's key, by a volume's secret. As a raw key ceph-csi takes the text's first 32
-/// bytes. As a passphrase it takes all of the text; until 3.11 it took 32 bytes of it, too.
+/// bytes. As a passphrase it takes all of the text; until 3.11 it took 32 bytes of it, too. Earlier
+/// builds of this driver took the text without a newline at its end.
 pub fn open(protector: &Protector, secret: &Secret) -> Result<WrappingKey, ProtectorError> {
     let wrapped = protector.wrapped_key.as_ref();
     let wrapped = wrapped.ok_or(ProtectorError::Invalid("it has no key"))?;
@@ -140,10 +141,16 @@ pub fn open(protector: &Protector, secret: &Secret) -> Result<WrappingKey, Prote
         Ok(KeySource::RawKey) => unwrap(&cut(secret), wrapped),
         Ok(KeySource::CustomPassphrase) => {
             let by = |text: &[u8]| Ok(unwrap(&hashed(protector, text)?, wrapped));
-            match by(secret.reveal().as_bytes())? {
-                None => by(&*cut(secret))?,
-                opened => opened,
+            let mut opened = by(secret.reveal().as_bytes())?;
+            if opened.is_none() {
+                opened = by(&*cut(secret))?;
             }
+            if opened.is_none()
+                && let Some(bare) = secret.without_newline()
+            {
+                opened = by(bare.reveal().as_bytes())?;
+            }
+            opened
         }
         _ => {
             return Err(ProtectorError::Invalid(

@@ -381,3 +381,31 @@ fn costs_that_would_stop_the_agent_are_refused() {
     }
     keys::wrapping_key(&protector(1, 64), &secret(SHORT)).unwrap();
 }
+
+#[test]
+fn a_passphrase_opens_with_its_newline_and_what_was_made_without_it() {
+    let protector = |made_with: &str| {
+        let mut protector = Protector {
+            source: KeySource::CustomPassphrase.into(),
+            salt: vec![0; 16],
+            costs: Some(metadata::HashingCosts {
+                time: 1,
+                memory: 64,
+                parallelism: 1,
+            }),
+            ..Protector::default()
+        };
+        let with = keys::wrapping_key(&protector, &secret(made_with)).unwrap();
+        protector.wrapped_key = Some(keys::wrap(&with, &[7; 32]));
+        protector
+    };
+    let echoed = secret(&format!("{SHORT}\n"));
+    for made_with in [echoed.reveal(), SHORT] {
+        let opened = keys::open(&protector(made_with), &echoed).unwrap();
+        assert_eq!(*opened, [7; 32]);
+    }
+    let other = keys::open(&protector(LONG), &echoed);
+    assert!(matches!(other, Err(ProtectorError::Wrong)));
+    let made_by_echo = keys::open(&protector(echoed.reveal()), &secret(SHORT));
+    assert!(matches!(made_by_echo, Err(ProtectorError::Wrong)));
+}
