@@ -14,6 +14,7 @@ use super::{
     copies::{present, temporary},
     error::RbdError,
     found::{FoundImage, Recorded},
+    left_snapshots::sort_snapshots,
     temporary_group::is_temporary,
     trash::Discarded,
 };
@@ -84,7 +85,8 @@ impl RbdStore {
         Ok(())
     }
 
-    /// Whether a site has or may have an image, after the delete, that the passphrase opens.
+    /// Whether a site has or may have an image, after the delete, that the passphrase opens; or
+    /// the trash, for a user's snapshot.
     fn is_key_kept(
         &self,
         all: &[FoundImage],
@@ -94,10 +96,23 @@ impl RbdStore {
         let Some((found, entry)) = all.iter().find_map(encrypted) else {
             return Ok(false);
         };
+        let (handle, kms) = (&found.handle, &entry.kms);
+        for found in all {
+            if let Some(snapshots) = snapshots_of_users(found)? {
+                let image = found.path();
+                tracing::warn!(
+                    handle,
+                    kms,
+                    image,
+                    snapshots,
+                    "the passphrase of a deleted volume is kept in its KMS, under the handle: its image stays in the trash, because it has snapshots that no copy of this driver has left"
+                );
+                return Ok(true);
+            }
+        }
         let is_kept = removals.iter().any(|removal| *removal != Removal::All)
             || self.may_have_another(&found.handle, all, secrets)?;
         if is_kept {
-            let (handle, kms) = (&found.handle, &entry.kms);
             tracing::warn!(
                 handle,
                 kms,
@@ -203,6 +218,22 @@ impl RbdStore {
 fn encrypted(found: &FoundImage) -> Option<(&FoundImage, &JournalEntry)> {
     let Recorded { entry, .. } = found.recorded.as_ref()?;
     (!entry.kms.is_empty()).then_some((found, entry))
+}
+
+/// The names of the users' snapshots of an image, if it has any: they keep it in the trash,
+/// where an earlier attempt may have moved it.
+fn snapshots_of_users(found: &FoundImage) -> Result<Option<String>, RbdError> {
+    let (pool, access) = (&found.pool, OpenMode::ReadOnly);
+    let image = match found.image_id.as_str() {
+        "" => Image::open(pool, &found.image, access),
+        id => Image::open_by_id(pool, id, access),
+    };
+    let image = match image {
+        Err(error) if error.is_not_found() => return Ok(None),
+        image => image?,
+    };
+    let (_, others) = sort_snapshots(pool, &found.image, &image)?;
+    Ok((!others.is_empty()).then(|| others.join(", ")))
 }
 
 /// What a delete removes of a volume with that image. An image that was found by

@@ -152,3 +152,29 @@ async fn a_snapshot_s_key_stays_as_long_as_a_site_has_its_image() {
     assert!(!has_image(1));
     assert_eq!(shared.vault.passphrase(&handle), None);
 }
+
+#[tokio::test]
+async fn the_key_stays_while_the_trash_keeps_the_image_for_a_user_s_snapshot() {
+    let Some(there) = VaultHome::new() else {
+        return;
+    };
+    let VaultHome { home, vault } = &there;
+    for is_kept in [true, false] {
+        let made = home
+            .make(there.volume(&format!("kept-{is_kept}"), "vault"))
+            .await;
+        let image = format!("{}/{}", home.pool, made.context["imageName"]);
+        let own = vault.passphrase(&made.handle).unwrap();
+        // A user's, or what a copy has left.
+        let snapshot = if is_kept {
+            "backup".to_owned()
+        } else {
+            format!("csi-vol-{}-temp", uuid::Uuid::new_v4())
+        };
+        home.cluster
+            .rbd(&["snap", "create", &format!("{image}@{snapshot}")]);
+        let (handle, secrets) = (made.handle.clone(), there.secrets());
+        home.rbd.delete_volume(handle, secrets).await.unwrap();
+        assert_eq!(vault.passphrase(&made.handle), is_kept.then_some(own));
+    }
+}
