@@ -88,15 +88,23 @@ impl FoundImage {
     /// Opens the image to change it. A secondary one only its mirror daemon changes.
     pub fn open_primary(&self) -> Result<Image, RbdError> {
         let image = self.open(OpenMode::ReadWrite)?;
+        self.refuse_secondary(&image, "change")?;
+        Ok(image)
+    }
+
+    /// Refuses to `change` the image, if it is secondary. librbd's error would have the call
+    /// repeated for ever.
+    pub fn refuse_secondary(&self, image: &Image, change: &str) -> Result<(), RbdError> {
         // Where the role cannot be read, librbd refuses the change.
         if let Ok(Mirroring::Secondary) = image.mirroring() {
             return Err(RbdError::NotReplicated {
                 image: self.path(),
-                why: "it is secondary: change it at the site where it is primary, or promote it"
-                    .to_owned(),
+                why: format!(
+                    "it is secondary: {change} it at the site where it is primary, or promote it"
+                ),
             });
         }
-        Ok(image)
+        Ok(())
     }
 
     /// `pool[/namespace]/image`.

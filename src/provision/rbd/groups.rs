@@ -204,6 +204,7 @@ impl RbdStore {
         if !features.contains(Features::EXCLUSIVE_LOCK) {
             return Err(RbdError::NoExclusiveLock(image.to_string()).into());
         }
+        source.refuse_secondary(&image, "copy")?;
         let group = image.group().map_err(RbdError::from)?;
         if !group.is_empty() {
             let image = image.to_string();

@@ -49,6 +49,7 @@ impl RbdStore {
             if !features.contains(Features::LAYERING) {
                 return Err(RbdError::NoLayering(source.to_string()).into());
             }
+            volume.refuse_secondary(&source, "copy")?;
             self.flattener.keep_few(&source)?;
             drop(source);
             let wanted = NameEntry {

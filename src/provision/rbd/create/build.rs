@@ -67,6 +67,7 @@ impl Creation<'_> {
         let flattener = &store.flattener;
         match &self.new.source {
             Some(ContentSource::Volume(_)) => {
+                found.refuse_secondary(&image, "copy")?;
                 flattener.keep_parent_short(&image)?;
                 flattener.keep_few(&image)?;
             }

@@ -233,3 +233,44 @@ async fn a_resync_is_of_a_secondary_image_and_only_by_force() {
     let flagged = resync(true).await.unwrap_err();
     assert_eq!(flagged.kind(), ErrorKind::Transient, "{flagged}");
 }
+
+#[tokio::test]
+async fn no_copy_is_begun_of_a_secondary_image() {
+    let Some(home) = Home::new() else { return };
+    home.mirror_pool();
+    let made = home.make(home.volume("primary", MIB)).await;
+    home.replicate(&made, enable()).await.unwrap();
+    home.replicate(&made, ReplicationChange::Demote)
+        .await
+        .unwrap();
+    let snapshot = || async {
+        let new = home.snapshot("moment", &made.handle);
+        home.rbd.create_snapshot(new).await.map(drop)
+    };
+    let copy = || async {
+        let copy = NewVolume {
+            source: Some(ContentSource::Volume(made.handle.clone())),
+            ..home.volume("copy", MIB)
+        };
+        home.rbd.create_volume(copy).await.map(drop)
+    };
+    for refused in [snapshot().await, copy().await] {
+        let refused = refused.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Precondition, "{refused}");
+        assert!(refused.to_string().contains("promote"), "{refused}");
+    }
+    // Neither has taken its name.
+    for (directory, key) in [
+        ("csi.snaps.default", "csi.snap.moment"),
+        ("csi.volumes.default", "csi.volume.copy"),
+    ] {
+        let taken = match home.io().omap_get(directory, &[key]) {
+            Err(error) if error.is_not_found() => false,
+            taken => !taken.unwrap().is_empty(),
+        };
+        assert!(!taken, "{key}");
+    }
+    home.replicate(&made, promote(false)).await.unwrap();
+    snapshot().await.unwrap();
+    copy().await.unwrap();
+}
