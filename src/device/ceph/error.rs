@@ -53,6 +53,17 @@ pub enum CephImageError {
         "image {image} is the secondary of a mirror, which rbd-mirror rewrites: promote it (rbd mirror image promote), or stage the volume where the image is primary"
     )]
     Secondary { image: String },
+    /// The pool has the id that cluster-mapping.json gives it.
+    #[error(
+        "image {image} is in a pool with the id {is}, as cluster-mapping.json says, not {wanted}"
+    )]
+    OtherPool {
+        image: String,
+        /// The id of its pool.
+        is: i64,
+        /// The one where it was looked for.
+        wanted: i64,
+    },
     /// The controller has not published the volume to this node, or has unpublished it.
     #[error(
         "image {image} is not published to node {node} (any more), so the agent does not use it: another node may have it"
@@ -247,6 +258,7 @@ impl CephImageError {
         );
         is_unknown
             || self.has_other_device()
+            || matches!(self, Self::OtherPool { .. })
             || matches!(self.kind(), Kind::NotFound | Kind::Unauthenticated)
     }
 

@@ -102,6 +102,11 @@ impl QueriedImage {
         self.pool.cluster().fsid()
     }
 
+    /// The id of its pool.
+    pub fn pool_id(&self) -> i64 {
+        self.pool.pool_id()
+    }
+
     /// Waits until only that client has the image open, also for nodes that died; an error
     /// names the others.
     pub fn wait_until_alone(&self, own: OwnClient) -> Result<(), CephImageError> {

@@ -35,7 +35,7 @@ pub struct Known<'a> {
     pub credentials: Credentials,
     pub image: ImageSpec,
     /// The pool's id, where it is known.
-    pool_id: Option<i64>,
+    pub(super) pool_id: Option<i64>,
     /// The image in its cluster, opened once for all queries.
     queried: OnceCell<Option<QueriedImage>>,
 }
@@ -205,6 +205,7 @@ impl BoundCephImage<'_> {
             });
         }
         let greeting = Greeting::ask(&wanted)?;
+        self.refuse_other_pool(known)?;
         self.refuse_secondary(known)?;
         // A second writer destroys the image. Readers do not, nor do writers that share
         // it by agreement.
@@ -263,6 +264,28 @@ impl BoundCephImage<'_> {
             }
             found => Ok(found?),
         }
+    }
+
+    /// Refuses an image that is in the pool of another of these places, where librbd tells. The
+    /// clusters of two sites may have one id, which here is this site's alone, while the pool has
+    /// another id at each. Under the other site's id no later call would recognise the device.
+    pub(super) fn refuse_other_pool(&self, known: &Known<'_>) -> Result<(), CephImageError> {
+        let Some(wanted) = known.pool_id else {
+            return Ok(());
+        };
+        let Some(queried) = known.queried(&self.images.connections)? else {
+            return Ok(());
+        };
+        let is = queried.pool_id();
+        let its_place = (known.cluster.cluster_id.clone(), Some(is));
+        if is == wanted || !self.images.places_of(self.source).contains(&its_place) {
+            return Ok(());
+        }
+        Err(CephImageError::OtherPool {
+            image: known.image.to_string(),
+            is,
+            wanted,
+        })
     }
 
     /// Refuses the secondary image of a mirror, where librbd tells.

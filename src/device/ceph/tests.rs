@@ -6,7 +6,10 @@ use serde_json::json;
 
 use super::*;
 use crate::{
-    ceph::client::rados::Timeouts,
+    ceph::{
+        client::{rados::Timeouts, rbd},
+        testing::{self, TestPool},
+    },
     supervisor::client::{ClientError, Refusal},
 };
 
@@ -165,5 +168,47 @@ fn a_mark_names_the_volume_of_a_mapped_image() {
         let mut mapped = mapped("theirs", 7);
         mapped.config.mark = Some(krbd::mapped::Mark::new("theirs", volume_id));
         assert_eq!(home.belongs_to_other_volume(&mapped), !is_its);
+    }
+}
+
+/// The cluster of the other site has the same id, and its pool another.
+#[test]
+fn an_image_is_mapped_under_the_pool_s_id_in_the_cluster_that_has_it() {
+    let Some(TestPool { cluster, io }) = TestPool::new() else {
+        return;
+    };
+    rbd::create(&io, "image", 1 << 20, &rbd::ImageOptions::default()).unwrap();
+    let home = Home::new();
+    let at = |name: &str| home.dir.path().join(name);
+    let entry = json!({
+        "clusterID": "ours",
+        "monitors": cluster.monitors,
+        "rbd": {"radosNamespace": io.namespace()},
+    });
+    fs::write(at("config.json"), json!([entry]).to_string()).unwrap();
+    let here = io.pool_id();
+    let there = here + 1000;
+    let stage_file = json!({"Version": 3, "pool": io.pool(), "image": "image"}).to_string();
+    let handle = format!("0001-0004-ours-{there:016x}-36eaa70e-eb63-11ea-8e79-246e96907f74");
+    let source = CephSource::from_stage_file(stage_file.as_bytes(), &handle).unwrap();
+    let bound = home.images.bind(&source);
+    let user = testing::credentials(&cluster);
+    let secrets = [
+        ("userID", user.user.as_str()),
+        ("userKey", user.key.reveal()),
+    ];
+    let secrets = secrets.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let secrets: Secrets = HashMap::from(secrets).into();
+    // Without a mapping for this pool, its image is taken as the handle names it.
+    for (mapped, taken) in [(there, here), (there + 1, there)] {
+        let mapping = json!([{
+            "clusterIDMapping": {"ours": "ours"},
+            "RBDPoolIDMapping": [{mapped.to_string(): here.to_string()}],
+        }]);
+        fs::write(at("draft"), mapping.to_string()).unwrap();
+        fs::rename(at("draft"), at("cluster-mapping.json")).unwrap();
+        let work = |known: &Known<'_>| bound.refuse_other_pool(known);
+        let (known, ()) = bound.where_it_is(&handle, &secrets, work).unwrap();
+        assert_eq!(known.pool_id, Some(taken));
     }
 }
