@@ -436,8 +436,8 @@ async fn take_node(options: &NodeOptions) -> Result<(Listeners, Arc<Heartbeat>),
 
 /// Sets up the gates, and checks the limit of descriptors.
 fn gates(options: &NodeOptions) -> Result<Gates, Failure> {
-    let volumes = options.max_volumes.unsigned_abs();
-    if let Some(why) = descriptors::too_few(descriptors::raise()?, volumes) {
+    let max_volumes = options.max_volumes.unsigned_abs();
+    if let Some(why) = descriptors::too_few(descriptors::raise()?, max_volumes) {
         tracing::warn!("{why}");
     }
     let gates = Gates::new(&options.limits);
