@@ -97,6 +97,38 @@ impl fmt::Display for Directory {
     }
 }
 
+/// A share that pods may name as inline volumes. The port is the administrator's: on a node's
+/// address other ports can be any pod's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InlineShare {
+    /// The share itself.
+    pub share: Directory,
+    /// The port of its server, unless it is the usual one.
+    pub port: Option<u16>,
+}
+
+impl FromStr for InlineShare {
+    type Err = String;
+
+    /// `SERVER[:PORT]:/SHARE`, with an IPv6 address before a port in brackets.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let of_server = text.rsplit_once(":/").map_or(text, |(server, _)| server);
+        let with_port = (of_server.rsplit_once(':'))
+            .filter(|(host, _)| host.ends_with(']') || !host.contains(':'));
+        let Some((host, port)) = with_port else {
+            let share = text.parse()?;
+            return Ok(Self { share, port: None });
+        };
+        let number = port.parse().ok().filter(|number| *number != 0);
+        let number = number.ok_or_else(|| format!("{text:?}: {port:?} is no port"))?;
+        let share = format!("{host}{}", &text[of_server.len()..]).parse()?;
+        Ok(Self {
+            share,
+            port: Some(number),
+        })
+    }
+}
+
 /// Parses `mountPermissions`: octal permission bits; 0 leaves them as they are.
 pub fn parse_mode(text: &str) -> Result<Option<u32>, String> {
     let mode = u32::from_str_radix(text, 8).ok();
@@ -191,6 +223,32 @@ mod tests {
         ] {
             let error = Directory::new(server, share, sub_dir).expect_err("refused");
             assert_eq!(error.key, key, "{error}");
+        }
+    }
+
+    #[test]
+    fn the_port_of_an_inline_share_is_between_its_server_and_its_path() {
+        for (text, share, port) in [
+            ("srv:/a", "srv:/a", None),
+            ("srv:2050:/a", "srv:/a", Some(2050)),
+            ("10.0.0.1:2050:/", "10.0.0.1:/", Some(2050)),
+            ("[fd00::1]:/a", "[fd00::1]:/a", None),
+            ("[fd00::1]:2050:/a", "[fd00::1]:/a", Some(2050)),
+            ("fd00::1:/a", "[fd00::1]:/a", None),
+        ] {
+            let parsed: InlineShare = text.parse().expect(text);
+            assert_eq!((&*parsed.share.to_string(), parsed.port), (share, port));
+        }
+        for bad in [
+            "srv",
+            "/a",
+            "srv:0:/a",
+            "srv:65536:/a",
+            "srv::/a",
+            "srv:x:/a",
+        ] {
+            let error = bad.parse::<InlineShare>().expect_err(bad);
+            assert!(error.contains(bad), "{error}");
         }
     }
 

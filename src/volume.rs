@@ -263,15 +263,19 @@ impl Node {
         Ok((source, self.inline_staging(volume_id)))
     }
 
-    /// Where an inline volume of this source, which has no block device, is staged.
-    pub fn inline_remote_place(&self, source: &Source, volume_id: &str) -> Result<PathBuf, Cause> {
-        if !self.backends.allows_inline(source) {
-            return Err(Cause::precondition(format!(
-                "{source} is none that this node allows as an inline volume (--nfs-inline); \
-                 use a claim instead"
-            )));
-        }
-        Ok(self.inline_staging(volume_id))
+    /// An inline volume's source without a block device as this node allows it, and where it
+    /// is staged.
+    pub fn inline_remote_place(
+        &self,
+        named: Source,
+        volume_id: &str,
+    ) -> Result<(Source, PathBuf), Cause> {
+        let refused = Cause::precondition(format!(
+            "{named} is none that this node allows as an inline volume (--nfs-inline); \
+             use a claim instead"
+        ));
+        let source = self.backends.inline_remote_source(named).ok_or(refused)?;
+        Ok((source, self.inline_staging(volume_id)))
     }
 
     fn inline_staging(&self, volume_id: &str) -> PathBuf {

@@ -19,7 +19,7 @@ use crate::{
     admission::Gate,
     kernel::{Dev, block, sysfs},
     lane::Lanes,
-    nfs::Directory,
+    nfs::InlineShare,
     pool::{Pool, PoolError},
     secret::Secrets,
 };
@@ -34,7 +34,7 @@ pub struct Backends {
     /// Images of Ceph clusters.
     pub ceph: CephImages,
     /// The shares of NFS servers that inline volumes may be.
-    pub inline_shares: Vec<Directory>,
+    pub inline_shares: Vec<InlineShare>,
 }
 
 impl Backends {
@@ -224,9 +224,14 @@ impl Backends {
         Ok(Source::Loop(source))
     }
 
-    /// Whether an inline volume may be this source, which has no block device.
-    pub fn allows_inline(&self, source: &Source) -> bool {
-        matches!(source, Source::Nfs(directory) if directory.is_one_of(&self.inline_shares))
+    /// The source of an inline volume that a pod's author names, which has no block device, as
+    /// the administrator allows it; `None` if it is not allowed.
+    pub fn inline_remote_source(&self, named: Source) -> Option<Source> {
+        let Source::Nfs(directory) = named else {
+            return None;
+        };
+        let allowed = directory.of_inline_shares(&self.inline_shares);
+        allowed.map(Source::Nfs)
     }
 
     /// The image of an inline volume.

@@ -22,7 +22,7 @@ use crate::{
         path::SafePath,
         table::MountEntry,
     },
-    nfs::{BadDirectory, Directory},
+    nfs::{BadDirectory, Directory, InlineShare},
 };
 
 /// The type of its mounts, as a StorageClass or a PersistentVolume may name it.
@@ -46,6 +46,10 @@ pub struct NfsSource {
     directory: Directory,
     /// The permission bits to set on the directory, if any.
     pub mode: Option<u32>,
+    /// The server's port, which the administrator has chosen for inline volumes; else the
+    /// mount options may have one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    port: Option<u16>,
 }
 
 /// The keys of the context, in lower case. `onDelete` is the controller's.
@@ -130,6 +134,7 @@ impl NfsSource {
                 why: error.to_string(),
             })?,
             mode,
+            port: None,
         })
     }
 
@@ -151,10 +156,12 @@ impl NfsSource {
         self.directory == other.directory
     }
 
-    /// Whether it is one of these shares.
-    pub fn is_one_of(&self, shares: &[Directory]) -> bool {
+    /// Itself by the port that its share has among these; `None` if it is none of them.
+    pub fn of_inline_shares(mut self, shares: &[InlineShare]) -> Option<Self> {
         let text = self.directory.to_string();
-        shares.iter().any(|share| share.to_string() == text)
+        let allowed = shares.iter().find(|it| it.share.to_string() == text)?;
+        self.port = allowed.port;
+        Some(self)
     }
 
     /// Its server's name or address.
@@ -183,7 +190,8 @@ impl NfsSource {
             remote: source.clone(),
             source: error,
         })?;
-        let address = format!("addr={address}");
+        let mut extra = vec![format!("addr={address}")];
+        extra.extend(self.port.map(|port| format!("port={port}")));
         let names_version = |key| option(options, key).is_some();
         let versions = if names_version("vers") || names_version("nfsvers") {
             &[""][..]
@@ -192,13 +200,13 @@ impl NfsSource {
         };
         let mut refused = None;
         for version in versions {
-            let extra = [&address[..], *version];
-            let extra = &extra[..if version.is_empty() { 1 } else { 2 }];
+            let version = Some(*version).filter(|version| !version.is_empty());
+            let extra: Vec<_> = extra.iter().map(String::as_str).chain(version).collect();
             let new = NewMount {
                 fs_type: NFS,
                 source: Path::new(&source),
                 options,
-                extra,
+                extra: &extra,
                 read_only,
             };
             match attach::mount(&new, at) {
@@ -215,7 +223,8 @@ impl NfsSource {
     /// The first address of the server that accepts a connection. The kernel's client
     /// resolves no names.
     fn accepting_address(&self, options: &MountOptions) -> io::Result<IpAddr> {
-        let port = option(options, "port").and_then(|port| port.parse().ok());
+        let of_options = || option(options, "port")?.parse().ok();
+        let port = self.port.or_else(of_options);
         let version = option(options, "vers").or_else(|| option(options, "nfsvers"));
         let port = port.unwrap_or(match version {
             Some("3") => RPCBIND_PORT,

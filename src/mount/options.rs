@@ -163,14 +163,16 @@ impl MountOptions {
         self.protection().next().is_some()
     }
 
-    /// What these options set that a pod's author may not: `suid`, `dev`, or an SELinux label.
-    pub fn unprotected(&self) -> Option<&str> {
+    /// What these options set that no author of a pod may, whose inline volume has this file
+    /// system: `suid`, `dev`, an SELinux label, and of a remote one all that is not on its
+    /// list for pods.
+    pub fn not_for_pods(&self, fs: Option<&str>) -> Option<String> {
         let mut words = self.protection().map(|it| it.word);
-        let labels = ["context", "fscontext", "defcontext", "rootcontext"];
-        let mut keys = self.fs_options().map(|option| option.key.as_str());
-        words
-            .find(|word| ["suid", "dev"].contains(word))
-            .or_else(|| keys.find(|key| labels.contains(key)))
+        let word = words.find(|word| ["suid", "dev"].contains(word));
+        let mut options = self.fs_options();
+        let option = options.find(|option| !allowed::is_for_pods(fs, option));
+        word.map(str::to_owned)
+            .or_else(|| option.map(FsOption::to_string))
     }
 
     /// The first of `nosuid`, `nodev`, `noexec` and their opposites that is set here and not
@@ -197,9 +199,7 @@ impl MountOptions {
     #[must_use]
     pub fn for_publish(&self) -> Self {
         let mut options = self.clone();
-        options.superblock.retain(|option| {
-            !["context", "fscontext", "defcontext", "rootcontext"].contains(&option.key.as_str())
-        });
+        (options.superblock).retain(|option| !LABELS.contains(&option.key.as_str()));
         options
     }
 
@@ -334,6 +334,9 @@ fn refusal(key: &str) -> Option<&'static str> {
         _ => None,
     }
 }
+
+/// The options that choose an SELinux label.
+const LABELS: [&str; 4] = ["context", "fscontext", "defcontext", "rootcontext"];
 
 /// fsconfig(2) copies keys and values of up to 256 bytes with their NUL.
 const FSCONFIG_MAX: usize = 255;

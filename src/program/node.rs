@@ -39,7 +39,7 @@ use crate::{
     lane::Lanes,
     manager::{Manager, directory::VolumesDir, records::AppliedRecords},
     mount::{path::Roots, table},
-    nfs::Directory,
+    nfs::InlineShare,
     observe::{
         Readiness, http,
         logs::{self, Logs},
@@ -191,15 +191,16 @@ struct NodeOptions {
     /// without this option there are none.
     #[arg(long, env = "URING_CSI_INLINE_MAX_SIZE", value_name = "SIZE")]
     inline_max_size: Option<Size>,
-    /// A share of an NFS server that inline volumes may be; can be given several times. Any
-    /// author of a pod can then read and write it; without this option there are none.
+    /// A share of an NFS server that inline volumes may be, with the port of the server if it
+    /// is not the usual one; can be given several times. Any author of a pod can then read and
+    /// write it; without this option there are none.
     #[arg(
         long,
         env = "URING_CSI_NFS_INLINE",
         value_delimiter = ',',
-        value_name = "SERVER:/SHARE"
+        value_name = "SERVER[:PORT]:/SHARE"
     )]
-    nfs_inline: Vec<Directory>,
+    nfs_inline: Vec<InlineShare>,
     /// How many seconds the unmount of an NFS directory waits for its server; then it ends,
     /// and what is not written yet is written once the server is back.
     #[arg(

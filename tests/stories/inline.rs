@@ -477,7 +477,8 @@ fn inline_attributes_reach_only_the_pods_own_volume() {
 #[test]
 fn a_pod_mounts_no_share_and_by_no_option_that_the_node_does_not_allow() {
     story(async |sandbox| {
-        let setup = NodeSetup::new(sandbox).arg("--nfs-inline=127.0.0.1:/scratch,other:/");
+        let setup = NodeSetup::new(sandbox)
+            .arg("--nfs-inline=127.0.0.1:/scratch,127.0.0.1:1:/closed,other:/");
         let node = Node::start_with(sandbox, setup).await;
         let allowed = || {
             let mut volume = Volume::filesystem("csi-nfs", "");
@@ -514,8 +515,18 @@ fn a_pod_mounts_no_share_and_by_no_option_that_the_node_does_not_allow() {
             ("mountOptions", "context=x", InvalidArgument, "context"),
             ("server", "", InvalidArgument, "volume_context.server"),
             ("share", "", InvalidArgument, "volume_context.share"),
+            ("mountOptions", "port=1", InvalidArgument, "port=1"),
+            (
+                "mountOptions",
+                "ro,mountport=1",
+                InvalidArgument,
+                "mountport",
+            ),
+            ("mountOptions", "proto=udp", InvalidArgument, "proto"),
+            ("mountOptions", "sec=none", InvalidArgument, "sec"),
+            ("mountOptions", "nconnect=16", InvalidArgument, "nconnect"),
             // Only this reaches the server's address, where nothing listens.
-            ("mountOptions", "port=1", Unavailable, "does not answer"),
+            ("share", "/closed", Unavailable, "does not answer"),
         ] {
             let volume = allowed().with(key, value);
             let answer = node.send_publish(publish(&node, &volume)).await;

@@ -210,7 +210,8 @@ share{{ if . }}-{{ . }}{{ end }}
 {{- define "uring-csi.nfsInline" -}}
 {{- $shares := list }}
 {{- range .Values.nfs.inline }}
-{{- $shares = append $shares (printf "%s:%s" .server .share) }}
+{{- $port := ternary (printf ":%v" .port) "" (hasKey . "port") }}
+{{- $shares = append $shares (printf "%s%s:%s" .server $port .share) }}
 {{- end }}
 {{- join "," $shares }}
 {{- end }}

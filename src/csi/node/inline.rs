@@ -46,18 +46,55 @@ pub(super) fn refuse_unlisted(attributes: &HashMap<String, String>) -> Result<()
     })
 }
 
-/// Refuses mount options by which files of a server could act on the node, or that choose the
-/// mount's SELinux label.
-fn refuse_unprotected(usage: &Use) -> Result<(), Status> {
+/// Refuses mount options that no author of a pod may set.
+fn refuse_unprotected(usage: &Use, context: &HashMap<String, String>) -> Result<(), Status> {
     let Use::Mount { options, .. } = usage else {
         return Ok(());
     };
-    options.unprotected().map_or(Ok(()), |word| {
-        Err(validate::invalid(
-            "volume_context.mountOptions",
-            format!("a pod's inline volume may not set {word}"),
-        ))
+    let remote = Source::remote_file_system(context);
+    options.not_for_pods(remote).map_or(Ok(()), |option| {
+        let field = match remote {
+            Some(_) => "volume_context.mountOptions",
+            None => "volume_capability.mount.mount_flags",
+        };
+        let why = format!("a pod's inline volume may not set {option} (docs/security.md)");
+        Err(validate::invalid(field, why))
     })
+}
+
+/// What an inline volume shall be, by the pod alone.
+pub(super) enum Wanted {
+    /// An image in this pool, or in the only one.
+    Image { pool: Option<String>, bytes: u64 },
+    /// A source without a block device.
+    Remote(Box<Source>),
+}
+
+impl Wanted {
+    /// `largest` is the size that the node allows for images, if it allows any.
+    pub(super) fn parse(
+        volume_id: &str,
+        access: &AccessType,
+        context: &HashMap<String, String>,
+        usage: &Use,
+        largest: Option<u64>,
+    ) -> Result<Self, Status> {
+        if *access == AccessType::Block {
+            return Err(validate::invalid(
+                "volume_capability",
+                "an inline ephemeral volume is a file system, not a block device",
+            ));
+        }
+        if Source::has_device_by(context) {
+            let bytes = image_bytes(context.get("size"), usage, largest)?;
+            let pool = context.get("pool").cloned();
+            return Ok(Self::Image { pool, bytes });
+        }
+        refuse_unprotected(usage, context)?;
+        let source = Source::parse(context, volume_id);
+        let source = source.map_err(|error| Status::from(&Cause::from(error)))?;
+        Ok(Self::Remote(Box::new(source)))
+    }
 }
 
 /// The size of an inline volume without a `size` attribute.
@@ -72,27 +109,25 @@ impl NodeService {
         capability: &Capability,
         parsed: Parsed,
     ) -> Result<Inline, Status> {
-        let context = &request.volume_context;
-        if capability.access == AccessType::Block {
-            return Err(validate::invalid(
-                "volume_capability",
-                "an inline ephemeral volume is a file system, not a block device",
-            ));
-        }
         let id = request.volume_id.clone();
-        let (source, staging_path, image_bytes) = if Source::has_device_by(context) {
-            let bytes = self.inline_bytes(context.get("size"), &parsed.usage)?;
-            let pool = context.get("pool").cloned();
-            let place = self.ask(move |node| node.inline_place(pool.as_deref(), &id));
-            let (source, staging_path) = place.await?;
-            (source, staging_path, Some(bytes))
-        } else {
-            refuse_unprotected(&parsed.usage)?;
-            let source =
-                Source::parse(context, &id).map_err(|error| Status::from(&Cause::from(error)))?;
-            let of = source.clone();
-            let place = self.ask(move |node| node.inline_remote_place(&of, &id));
-            (source, place.await?, None)
+        let wanted = Wanted::parse(
+            &id,
+            &capability.access,
+            &request.volume_context,
+            &parsed.usage,
+            self.config.inline_max_bytes,
+        )?;
+        let (source, staging_path, image_bytes) = match wanted {
+            Wanted::Image { pool, bytes } => {
+                let place = self.ask(move |node| node.inline_place(pool.as_deref(), &id));
+                let (source, staging_path) = place.await?;
+                (source, staging_path, Some(bytes))
+            }
+            Wanted::Remote(named) => {
+                let place = self.ask(move |node| node.inline_remote_place(*named, &id));
+                let (source, staging_path) = place.await?;
+                (source, staging_path, None)
+            }
         };
         let target_path = clean(&request.target_path);
         // A share is not the pod's, whose author would give it to its own group.
@@ -129,41 +164,45 @@ impl NodeService {
             },
         })
     }
+}
 
-    /// The size of an inline volume.
-    fn inline_bytes(&self, requested: Option<&String>, usage: &Use) -> Result<u64, Status> {
-        let Some(largest) = self.config.inline_max_bytes else {
-            return Err(Status::failed_precondition(
-                "this node makes no inline volumes: its agent runs without --inline-max-size; \
-                 use a claim, or a generic ephemeral volume, instead",
-            ));
-        };
-        let field = "volume_context.size";
-        let bytes = match requested {
-            None => DEFAULT_BYTES.min(largest),
-            Some(text) => {
-                let size: Size = text
-                    .parse()
-                    .map_err(|error| validate::invalid(field, error))?;
-                size.bytes().unsigned_abs()
-            }
-        };
-        let fs = match usage {
-            Use::Mount { fs: Some(fs), .. } => *fs,
-            _ => FsType::Ext4,
-        };
-        let least = fs.least_bytes();
-        if bytes < least {
-            let why = format!("{bytes} bytes are too few for {fs}, which needs {least}");
-            return Err(validate::invalid(field, why));
+/// The size of an inline volume's image.
+fn image_bytes(
+    requested: Option<&String>,
+    usage: &Use,
+    largest: Option<u64>,
+) -> Result<u64, Status> {
+    let Some(largest) = largest else {
+        return Err(Status::failed_precondition(
+            "this node makes no inline volumes: its agent runs without --inline-max-size; \
+             use a claim, or a generic ephemeral volume, instead",
+        ));
+    };
+    let field = "volume_context.size";
+    let bytes = match requested {
+        None => DEFAULT_BYTES.min(largest),
+        Some(text) => {
+            let size: Size = text
+                .parse()
+                .map_err(|error| validate::invalid(field, error))?;
+            size.bytes().unsigned_abs()
         }
-        if bytes > largest {
-            let why = format!(
-                "{bytes} bytes are more than the {largest} that this node allows inline volumes \
-                 (--inline-max-size)"
-            );
-            return Err(validate::invalid(field, why));
-        }
-        Ok(bytes)
+    };
+    let fs = match usage {
+        Use::Mount { fs: Some(fs), .. } => *fs,
+        _ => FsType::Ext4,
+    };
+    let least = fs.least_bytes();
+    if bytes < least {
+        let why = format!("{bytes} bytes are too few for {fs}, which needs {least}");
+        return Err(validate::invalid(field, why));
     }
+    if bytes > largest {
+        let why = format!(
+            "{bytes} bytes are more than the {largest} that this node allows inline volumes \
+             (--inline-max-size)"
+        );
+        return Err(validate::invalid(field, why));
+    }
+    Ok(bytes)
 }

@@ -9,7 +9,7 @@
 //! In the lists `#` means digits and perhaps a unit, `%` a word without a slash, and
 //! brackets a value that may be left out.
 
-use super::{FsOption, MountOptionError, MountOptions};
+use super::{FsOption, LABELS, MountOptionError, MountOptions};
 
 /// Options of any file system: those of `vfs_parse_sb_flag` and of security modules.
 const ANY: &[&str] = &[
@@ -228,6 +228,46 @@ const NFS: &[&str] = &[
     "wsize=#",
     "xprtsec=mtls|none|tls",
 ];
+
+/// The options of NFS for inline volumes, which any author of a pod can set. They affect this
+/// mount alone. None chooses a port, a transport or an identity: the client would find another
+/// server at the address, or send other credentials; none changes the timeouts or the number
+/// of the connections, which the node's other volumes of the server share.
+const NFS_OF_PODS: &[&str] = &[
+    "ac",
+    "acdirmax=#",
+    "acdirmin=#",
+    "acregmax=#",
+    "acregmin=#",
+    "actimeo=#",
+    "async",
+    "cto",
+    "hard",
+    "local_lock=all|flock|none|posix",
+    "lock",
+    "lookupcache=all|none|pos|positive",
+    "nfsvers=3|4|4.0|4.1|4.2",
+    "noac",
+    "nocto",
+    "nolock",
+    "nordirplus",
+    "rdirplus",
+    "rsize=#",
+    "soft",
+    "softerr",
+    "sync",
+    "vers=3|4|4.0|4.1|4.2",
+    "wsize=#",
+    "xprtsec=mtls|tls",
+];
+
+/// Whether an author of a pod may set the option for an inline volume of this file system.
+pub(super) fn is_for_pods(fs: Option<&str>, option: &FsOption) -> bool {
+    match fs {
+        Some("nfs") => NFS_OF_PODS.iter().any(|pattern| admits(pattern, option)),
+        _ => !LABELS.contains(&option.key.as_str()),
+    }
+}
 
 /// The file systems on a block device.
 const ON_DEVICES: [(&str, &[&str]); 3] = [("ext4", EXT4), ("xfs", XFS), ("btrfs", BTRFS)];

@@ -170,6 +170,51 @@ fn mount_options_that_reach_beyond_the_volume_are_refused_by_name() {
     }
 }
 
+#[test]
+fn pods_set_no_option_of_nfs_by_which_the_client_finds_another_server() {
+    let common = "ro,noatime,nodiratime,noexec,nosuid,nodev,nfsvers=4.2,vers=3,nolock,hard,soft,\
+                  rsize=65536,wsize=65536,actimeo=1,noac,sync,x-own,nofail";
+    for word in common.split(',') {
+        let options = parsed(&[word]);
+        assert!(options.refuse_unlisted(Some("nfs")).is_ok(), "{word}");
+        assert_eq!(options.not_for_pods(Some("nfs")), None);
+    }
+    for word in [
+        "port=30049",
+        "mountport=30049",
+        "addr=10.0.0.1",
+        "proto=udp",
+        "udp",
+        "rdma",
+        "sec=sys",
+        "resvport",
+        "nconnect=16",
+        "max_connect=16",
+        "timeo=1",
+        "retrans=0",
+        "vers=2",
+        "suid",
+        "dev",
+        "context=a:b:c:s0",
+    ] {
+        let refused = parsed(&["ro", word]).not_for_pods(Some("nfs"));
+        assert_eq!(refused.as_deref(), Some(word));
+    }
+    for word in [
+        "suid",
+        "dev",
+        "context=a",
+        "fscontext=a",
+        "defcontext=a",
+        "rootcontext=a",
+    ] {
+        for fs in [None, Some("ext4")] {
+            let refused = parsed(&["discard", word]).not_for_pods(fs);
+            assert_eq!(refused.as_deref(), Some(word));
+        }
+    }
+}
+
 proptest! {
     #[test]
     fn any_text_is_taken_or_refused_and_the_canonical_form_means_the_same(

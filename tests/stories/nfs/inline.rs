@@ -12,24 +12,23 @@ use super::{impatient_node_with, mounts_of, nfs_story};
 use crate::{fs_group::with_group, inline::publish, protection::protection_at};
 
 /// A node on which pods may mount the server's share.
-async fn allowing_node(sandbox: &Sandbox) -> Node {
-    let setup = (NodeSetup::new(sandbox).arg("--volume-mount-group"))
-        .arg(&format!("--nfs-inline=127.0.0.1:{SHARE}/"));
+async fn allowing_node(sandbox: &Sandbox, server: &NfsServer) -> Node {
+    let setup = (NodeSetup::new(sandbox).arg("--volume-mount-group")).arg(&format!(
+        "--nfs-inline=127.0.0.1:{}:{SHARE}/",
+        server.port()
+    ));
     impatient_node_with(sandbox, setup).await
 }
 
 /// As kubelet sends it.
-fn inline(server: &NfsServer, pod: &str) -> Volume {
+fn inline(pod: &str) -> Volume {
     Volume::filesystem(&format!("csi-{pod:0>64}"), "")
         .with("csi.storage.k8s.io/ephemeral", "true")
         .with("csi.storage.k8s.io/pod.name", pod)
         .with("csi.storage.k8s.io/pod.uid", "uid")
         .with("server", "127.0.0.1")
         .with("share", SHARE)
-        .with(
-            "mountOptions",
-            &format!("nfsvers=4.1,port={}", server.port()),
-        )
+        .with("mountOptions", "nfsvers=4.1")
 }
 
 async fn up(node: &Node, volume: &Volume) -> PathBuf {
@@ -46,8 +45,8 @@ fn mounts(node: &Node) -> usize {
 fn pods_share_a_directory_by_inline_volumes() {
     nfs_story(async |sandbox| {
         let mut server = NfsServer::start(sandbox, "server").await;
-        let node = allowing_node(sandbox).await;
-        let [one, other] = ["one", "other"].map(|pod| inline(&server, pod));
+        let node = allowing_node(sandbox, &server).await;
+        let [one, other] = ["one", "other"].map(inline);
         let group = fs::metadata(server.export()).expect("the share").gid();
         let one = with_group(one, "4711");
         let (at_one, at_other) = (up(&node, &one).await, up(&node, &other).await);
@@ -105,13 +104,12 @@ fn pods_share_a_directory_by_inline_volumes() {
 fn the_agent_of_an_inline_share_may_be_killed_at_each_step() {
     nfs_story(async |sandbox| {
         let server = NfsServer::start(sandbox, "server").await;
-        let node = allowing_node(sandbox).await;
+        let node = allowing_node(sandbox, &server).await;
         let mut pods = 0;
         crash_at_each_step(&node, 16, async |crashing| {
             pods += 1;
             // By NFS 4.0, as in `an_agent_killed_at_any_step_finishes_or_undoes`.
-            let options = format!("vers=4.0,port={}", server.port());
-            let volume = inline(&server, &pods.to_string()).with("mountOptions", &options);
+            let volume = inline(&pods.to_string()).with("mountOptions", "vers=4.0");
             let made = async || node.send_publish(publish(&node, &volume)).await;
             let unpublish = async || node.unpublish(&volume, "pod").await;
             crashing
