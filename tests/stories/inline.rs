@@ -468,6 +468,12 @@ fn inline_attributes_reach_only_the_pods_own_volume() {
             let answer = node.send_publish(publish(&node, &volume)).await;
             refused(answer, InvalidArgument, &[key, "fsType, pool, size"]);
         }
+        for option in ["suid", "ro,dev", "context=a:b:c:s0"] {
+            let volume = inline("hostile").flags(&[option]);
+            let answer = node.send_publish(publish(&node, &volume)).await;
+            let word = option.split([',', '=']).next_back().expect("a word");
+            refused(answer, InvalidArgument, &["mount_flags", word]);
+        }
         assert_eq!(fs::read(&theirs).unwrap(), b"theirs");
         assert_eq!(images(sandbox), [""; 0]);
         node.assert_clean().await;

@@ -85,12 +85,12 @@ impl Wanted {
                 "an inline ephemeral volume is a file system, not a block device",
             ));
         }
+        refuse_unprotected(usage, context)?;
         if Source::has_device_by(context) {
             let bytes = image_bytes(context.get("size"), usage, largest)?;
             let pool = context.get("pool").cloned();
             return Ok(Self::Image { pool, bytes });
         }
-        refuse_unprotected(usage, context)?;
         let source = Source::parse(context, volume_id);
         let source = source.map_err(|error| Status::from(&Cause::from(error)))?;
         Ok(Self::Remote(Box::new(source)))
