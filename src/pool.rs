@@ -299,7 +299,8 @@ impl Pool {
     /// Makes the sparse image, of `bytes`, of an inline ephemeral volume, and returns its
     /// name. It grows an existing smaller image, which a crash left before it had its size.
     ///
-    /// Fails where the pool has no room, by the controller's rule. It makes the image before
+    /// Fails where the pool has no room, by the controller's rule, unless the image has its size
+    /// and was written to: then it was counted when it was made. It makes the image before
     /// it counts the room, so that two processes that make images at once count each other's,
     /// and together never exceed the pool. A growth counts the room first, so a lock excludes
     /// growth within this process meanwhile.
@@ -325,8 +326,10 @@ impl Pool {
         if !found.is_file() {
             return Err(no_regular_file());
         }
-        let is_written = found.blocks() > 0;
-        let done = if found.len() >= bytes {
+        let was_whole = found.len() >= bytes;
+        // A new file may have blocks too: those of ZFS, or of an extended attribute on ext4.
+        let is_counted = was_whole && found.blocks() > 0;
+        let done = if was_whole {
             Done::Already
         } else {
             file.set_len(bytes)
@@ -334,12 +337,18 @@ impl Pool {
             self.mark_grown();
             Done::Now
         };
-        if is_written {
+        if is_counted {
             return Ok((image, done));
         }
         let room = self.room()?;
         if room.promised > room.free {
-            let _ = self.delete_inline(id)?;
+            if was_whole || found.len() == 0 {
+                let _ = self.delete_inline(id)?;
+            } else {
+                // It may have data, and nobody has written beyond its old end.
+                let shrunk = file.set_len(found.len());
+                shrunk.map_err(|e| self.io("restore the size of", &path, e))?;
+            }
             return Err(PoolError::NoRoom {
                 pool: self.name.clone(),
                 bytes,

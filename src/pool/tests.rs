@@ -4,8 +4,13 @@ use std::{
 };
 
 use proptest::prelude::*;
+use rustix::{
+    fs::{FallocateFlags, fallocate},
+    mount::{MountFlags, mount},
+};
 
 use super::*;
+use crate::mount::testing::MountScratch;
 
 fn pool() -> (tempfile::TempDir, Pool) {
     let dir = tempfile::tempdir().unwrap();
@@ -160,6 +165,52 @@ fn inline_images_are_made_mended_and_deleted() {
     let away = empty.delete_inline("csi-1");
     assert!(matches!(away, Err(PoolError::Uninitialized { .. })));
     assert!(pool.create_inline("../x", 1).is_err() && pool.delete_inline("a/b").is_err());
+}
+
+/// As on ZFS, or where an extended attribute takes a block.
+#[test]
+fn an_inline_image_with_blocks_is_counted_unless_it_has_its_size() {
+    const MIB: u64 = 1 << 20;
+    let scratch = MountScratch::new();
+    let options = Some(c"size=64m");
+    mount(
+        "none",
+        scratch.path(),
+        "tmpfs",
+        MountFlags::empty(),
+        options,
+    )
+    .expect("a tmpfs");
+    let pool = Pool {
+        name: "main".to_owned(),
+        dir: scratch.path().to_owned(),
+        scope: Scope::Local,
+        mounted: false,
+    };
+    pool.initialize().expect("ours");
+    let at = scratch.path().join(inline_image("a"));
+    let too_large = || match pool.create_inline("a", 128 * MIB) {
+        Err(PoolError::NoRoom { .. }) => {}
+        other => panic!("{other:?}"),
+    };
+    let file = File::create(&at).expect("made");
+    fallocate(&file, FallocateFlags::KEEP_SIZE, 0, 4096).expect("a block");
+    assert!(file.metadata().expect("there").blocks() > 0);
+    too_large();
+    assert!(!at.exists(), "it was new");
+
+    std::fs::write(&at, "data").expect("written");
+    too_large();
+    assert_eq!(std::fs::read(&at).expect("kept"), b"data");
+    let grown = pool.create_inline("a", 32 * MIB).expect("there is room");
+    assert_eq!(grown.1, Done::Now);
+    // It is counted, whatever else has filled the pool since.
+    std::fs::write(scratch.path().join("other"), vec![1; 60 << 20]).expect("written");
+    assert_eq!(
+        pool.create_inline("a", 32 * MIB).expect("whole").1,
+        Done::Already
+    );
+    assert_eq!(std::fs::metadata(&at).expect("kept").len(), 32 * MIB);
 }
 
 #[test]
