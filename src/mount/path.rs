@@ -17,7 +17,7 @@
 //! [`SafePath`] is made for one call and dropped with it.
 
 use std::{
-    ffi::{OsStr, OsString},
+    ffi::{CString, OsStr, OsString},
     fs::File,
     io::{self, Read as _, Write as _},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -27,8 +27,8 @@ use std::{
 
 use rustix::{
     fs::{
-        AtFlags, CWD, Dir, DirEntry, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2,
-        renameat, statat, unlinkat,
+        AtFlags, CWD, Dir, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, renameat, statat,
+        unlinkat,
     },
     io::Errno,
 };
@@ -264,11 +264,11 @@ impl SafePath {
         let has_content = match self.checked_kind()? {
             PathKind::Dir => {
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-                let entries = openat(&self.parent, &self.name, flags, Mode::empty())
-                    .and_then(|directory| Dir::new(directory)?.collect::<Result<Vec<_>, _>>());
+                let entries =
+                    openat(&self.parent, &self.name, flags, Mode::empty()).and_then(Dir::new);
                 let entries = entries.map_err(|error| self.failed("read", error))?;
-                let mut names = entries.iter().map(DirEntry::file_name);
-                names.any(|name| name != c"." && name != c"..")
+                let names = entries.map(|entry| Ok(entry?.file_name().to_owned()));
+                any_name(names).map_err(|error| self.failed("read", error))?
             }
             PathKind::File => self.file_size()? != 0,
             PathKind::Absent | PathKind::Mount(_) | PathKind::Block(_) | PathKind::Other(_) => {
@@ -425,6 +425,14 @@ fn normalized(path: &str) -> Result<PathBuf, PathError> {
         return Err(PathError::TooLong { path: given });
     }
     Ok(given)
+}
+
+/// Whether a directory has any name but its own two. Reads no further than it must: there may
+/// be millions.
+fn any_name<E>(mut names: impl Iterator<Item = Result<CString, E>>) -> Result<bool, E> {
+    let is_own = |name: &CString| [c".", c".."].contains(&name.as_c_str());
+    let first = names.find(|name| !name.as_ref().is_ok_and(is_own));
+    Ok(first.transpose()?.is_some())
 }
 
 /// Opens a directory. The path is absolute, without `..`, and no symlink is followed, so

@@ -300,6 +300,17 @@ fn any_path_is_refused_or_a_name_in_a_directory_below_a_root() {
 }
 
 #[test]
+fn a_full_directory_is_not_read_to_its_end() {
+    let own = [c".", c".."].map(|name| Ok(name.to_owned()));
+    assert_eq!(any_name::<()>(own.clone().into_iter()), Ok(false));
+    let names = own.clone().into_iter().chain([Ok(c"a".to_owned())]);
+    let names = names.chain(std::iter::once_with(|| panic!("read on")));
+    assert_eq!(any_name::<()>(names), Ok(true));
+    let failing = own.into_iter().chain([Err(())]);
+    assert_eq!(any_name(failing), Err(()));
+}
+
+#[test]
 fn cached_paths_are_opened_without_a_symlink_or_not_at_all() {
     let scratch = MountScratch::new();
     let roots = Roots::new(&[scratch.path().to_owned()]).expect("roots");
