@@ -216,6 +216,8 @@ pub fn capabilities(
 
 #[cfg(test)]
 mod tests {
+    use proptest::{prelude::*, sample::select};
+
     use super::*;
     use crate::proto::csi::volume_capability::{AccessMode as WireAccessMode, BlockVolume};
 
@@ -310,5 +312,85 @@ mod tests {
         };
         let parsed = capability(field, Some(&good)).unwrap();
         assert_eq!(parsed.mode, AccessMode::SingleNodeWriter);
+    }
+
+    /// Ids and paths as an attacker writes them.
+    fn hostile() -> impl Strategy<Value = String> {
+        let parts = [
+            "",
+            ".",
+            "..",
+            "a",
+            "pods",
+            "mount",
+            "kubelet\u{7f}",
+            "a\0b",
+            "a\nb",
+            "\u{85}",
+            "ö",
+            "%2e%2e",
+            "\\..",
+            " ",
+            "-rf",
+            "$(id)",
+        ];
+        let path = prop::collection::vec(select(parts.to_vec()), 0..6);
+        let path = (any::<bool>(), path).prop_map(|(is_absolute, parts)| {
+            format!("{}{}", if is_absolute { "/" } else { "" }, parts.join("/"))
+        });
+        let lengths = select(vec![127, 128, 129, 256, 257, 1024, 1025, 4095, 4096]);
+        prop_oneof![
+            8 => path,
+            2 => lengths.prop_map(|length| format!("/{}", "x".repeat(length - 1))),
+            1 => ".*",
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+
+        #[test]
+        fn ids_and_paths_are_within_their_limits_or_refused_by_their_field(text in hostile()) {
+            type Check = fn(&'static str, &str) -> Result<(), Status>;
+            let checks: [(Check, usize); 5] = [
+                (|field, text| id(field, text).map(drop), MAX_ID),
+                (|field, text| required(field, text).map(drop), MAX_STRING),
+                (|field, text| node_id(field, text).map(drop), MAX_NODE_ID),
+                (|field, text| path(field, text).map(drop), MAX_PATH),
+                (|field, text| optional_path(field, text), MAX_PATH),
+            ];
+            let bad = |max| text.len() > max || text.chars().any(char::is_control);
+            for (number, (check, max)) in checks.into_iter().enumerate() {
+                let is_optional = number == 4;
+                let is_bad = bad(max)
+                    || !is_optional && text.is_empty()
+                    || is_optional && !text.is_empty() && !text.starts_with('/');
+                match check("the_field", &text) {
+                    Ok(()) => prop_assert!(!is_bad, "{:?}", text),
+                    Err(status) => {
+                        prop_assert!(is_bad, "{:?}: {:?}", text, status);
+                        prop_assert_eq!(status.code(), tonic::Code::InvalidArgument);
+                        let message = status.message();
+                        prop_assert!(message.starts_with("the_field: "), "{}", message);
+                        prop_assert!(!message.contains(char::is_control), "{}", message);
+                    }
+                }
+            }
+        }
+
+        #[cfg(feature = "node")]
+        #[test]
+        fn paths_of_one_place_have_one_text(text in hostile()) {
+            let cleaned = clean(&text);
+            let shown = cleaned.to_str().expect("UTF-8");
+            prop_assert_eq!(&clean(shown), &cleaned);
+            prop_assert_eq!(clean(&format!("{text}/")).starts_with(&cleaned), true);
+            prop_assert!(!shown.contains("//") && !shown.contains("/./"), "{}", shown);
+            prop_assert!(shown.len() <= 1 || !shown.ends_with('/'), "{}", shown);
+            prop_assert_eq!(shown.starts_with('/'), text.starts_with('/'));
+            // What leads upwards is refused by where the path is resolved, not hidden here.
+            let ups = |text: &str| text.split('/').filter(|part| *part == "..").count();
+            prop_assert_eq!(ups(shown), ups(&text));
+        }
     }
 }

@@ -63,14 +63,14 @@ fn refuse_unprotected(usage: &Use, context: &HashMap<String, String>) -> Result<
 }
 
 /// What an inline volume shall be, by the pod alone.
-pub(super) enum Wanted {
+pub(super) enum InlineSource {
     /// An image in this pool, or in the only one.
     Image { pool: Option<String>, bytes: u64 },
     /// A source without a block device.
     Remote(Box<Source>),
 }
 
-impl Wanted {
+impl InlineSource {
     /// `largest` is the size that the node allows for images, if it allows any.
     pub(super) fn parse(
         volume_id: &str,
@@ -110,7 +110,7 @@ impl NodeService {
         parsed: Parsed,
     ) -> Result<Inline, Status> {
         let id = request.volume_id.clone();
-        let wanted = Wanted::parse(
+        let wanted = InlineSource::parse(
             &id,
             &capability.access,
             &request.volume_context,
@@ -118,12 +118,12 @@ impl NodeService {
             self.config.inline_max_bytes,
         )?;
         let (source, staging_path, image_bytes) = match wanted {
-            Wanted::Image { pool, bytes } => {
+            InlineSource::Image { pool, bytes } => {
                 let place = self.ask(move |node| node.inline_place(pool.as_deref(), &id));
                 let (source, staging_path) = place.await?;
                 (source, staging_path, Some(bytes))
             }
-            Wanted::Remote(named) => {
+            InlineSource::Remote(named) => {
                 let place = self.ask(move |node| node.inline_remote_place(*named, &id));
                 let (source, staging_path) = place.await?;
                 (source, staging_path, None)

@@ -4,8 +4,20 @@
 use proptest::{prelude::*, test_runner::TestCaseResult};
 use tonic::Code;
 
-use super::*;
-use crate::fs::FsType;
+use super::{inline::InlineSource, *};
+use crate::{
+    device::{ImageFiles, PendingReleases},
+    fs::FsType,
+    nfs::InlineShare,
+    pool::{Pool, Pools, Scope},
+    proto::csi::{
+        VolumeCapability,
+        volume_capability::{
+            AccessMode as WireMode, AccessType as WireType, BlockVolume, MountVolume,
+        },
+    },
+    volume::spec::Use,
+};
 
 /// Values in claims, classes and PersistentVolumes: valid ones and attacks.
 const KEYS: [&str; 30] = [
@@ -77,6 +89,81 @@ const VALUES: [&str; 33] = [
     "$(id)",
 ];
 
+/// Words of `mountOptions` and of `mount_flags`.
+const OPTIONS: [&str; 48] = [
+    "",
+    "SUID",
+    "abort",
+    "addr=10.0.0.1",
+    "bind",
+    "clientaddr=10.0.0.1",
+    "\"context=a:b:c:s0:c1,c2\"",
+    "context=a:b:c:s0",
+    "dev",
+    "device=/dev/sda",
+    "defcontext=x",
+    "discard",
+    "errors=panic",
+    "exec",
+    "fsc",
+    "fscontext=x",
+    "hard",
+    "journal_path=/dev/sda",
+    "logdev=/dev/sda",
+    "loop",
+    "mountaddr=10.0.0.1",
+    "mounthost=h",
+    "mountport=30049",
+    "mountproto=udp",
+    "nconnect=16",
+    "nfsvers=4.2",
+    "noatime",
+    "nodev",
+    "noexec",
+    "noresvport",
+    "nosuid",
+    "port=30049",
+    "proto=udp",
+    "rdma",
+    "remount",
+    "ro",
+    "rootcontext=x",
+    "rsize=65536",
+    "rw",
+    "sec=none",
+    "sec=sys",
+    "source=/dev/sda",
+    "suid",
+    "timeo=1",
+    "udp",
+    "vers=3",
+    "x-own",
+    "xprtsec=none",
+];
+
+/// What no author of a pod may set, by the word's beginning: programs that run as root,
+/// devices, labels, and of NFS another server or identity.
+const NOT_FOR_PODS: [&str; 18] = [
+    "suid",
+    "dev",
+    "context=",
+    "fscontext=",
+    "defcontext=",
+    "rootcontext=",
+    "addr=",
+    "port=",
+    "mount",
+    "clientaddr",
+    "proto",
+    "rdma",
+    "udp",
+    "sec",
+    "xprtsec=none",
+    "noresvport",
+    "nconnect",
+    "timeo",
+];
+
 type Pairs = HashMap<String, String>;
 
 fn hostile() -> impl Strategy<Value = Pairs> {
@@ -89,7 +176,24 @@ fn hostile() -> impl Strategy<Value = Pairs> {
         1 => ".{0,20}",
         1 => Just("x".repeat(5000)),
     ];
-    prop::collection::hash_map(key, value, 0..5)
+    let options = prop::collection::vec(prop::sample::select(&OPTIONS[..]), 1..4);
+    let options = options.prop_map(|words| words.join(","));
+    let pair = prop_oneof![
+        12 => (key, value),
+        2 => (Just("mountOptions".to_owned()), options),
+    ];
+    let pairs = prop::collection::vec(pair, 0..5);
+    pairs.prop_map(|pairs| pairs.into_iter().collect())
+}
+
+/// With what an inline volume of either kind requires.
+fn hostile_inline() -> impl Strategy<Value = Pairs> {
+    let own: [&[(&str, &str)]; 3] = [
+        &[],
+        &[("pool", "main"), ("size", "64Mi")],
+        &[("server", "h"), ("share", "/a")],
+    ];
+    with_own(own.to_vec())
 }
 
 /// The same, with the attributes that a static volume of that backend requires.
@@ -106,7 +210,11 @@ fn hostile_volume() -> impl Strategy<Value = Pairs> {
             ("staticVolume", "true"),
         ],
     ];
-    (prop::sample::select(own.to_vec()), hostile()).prop_map(|(own, mut pairs)| {
+    with_own(own.to_vec())
+}
+
+fn with_own(own: Vec<&'static [(&'static str, &'static str)]>) -> impl Strategy<Value = Pairs> {
+    (prop::sample::select(own), hostile()).prop_map(|(own, mut pairs)| {
         for (key, value) in own {
             let _ = pairs
                 .entry((*key).to_owned())
@@ -127,6 +235,75 @@ fn mounted(flags: Vec<String>) -> Capability {
         flags,
         group: String::new(),
     })
+}
+
+/// Capabilities as they arrive.
+fn hostile_capability() -> impl Strategy<Value = VolumeCapability> {
+    let fs_types = [
+        "", "", "ext4", "xfs", "btrfs", "nfs", "zfs", "EXT4", "../x", "a\0b",
+    ];
+    let groups = ["", "", "0", "4711", "4294967295", "-1", "root", "0\n"];
+    let flag = prop_oneof![
+        12 => prop::sample::select(&OPTIONS[..]).prop_map(str::to_owned),
+        1 => ".{0,9}",
+        1 => Just("x".repeat(5000)),
+    ];
+    let mount = (
+        prop::sample::select(fs_types.to_vec()),
+        prop::collection::vec(flag, 0..3),
+        prop::sample::select(groups.to_vec()),
+    );
+    let mount = mount.prop_map(|(fs_type, mount_flags, group)| {
+        WireType::Mount(MountVolume {
+            fs_type: fs_type.to_owned(),
+            mount_flags,
+            volume_mount_group: group.to_owned(),
+        })
+    });
+    let access = prop_oneof![12 => mount, 1 => Just(WireType::Block(BlockVolume {}))];
+    (access, -1..9).prop_map(|(access, mode)| VolumeCapability {
+        access_type: Some(access),
+        access_mode: Some(WireMode { mode }),
+    })
+}
+
+/// The pools of a node, of which pods may fill the local one.
+fn pools() -> ImageFiles {
+    let pool = |name: &str, scope| Pool {
+        name: name.to_owned(),
+        dir: "/nonexistent".into(),
+        scope,
+        mounted: false,
+    };
+    let pools = Pools::new([pool("main", Scope::Local), pool("storage", Scope::Shared)]);
+    let pools = pools.expect("two pools");
+    ImageFiles {
+        node_id: "node".to_owned(),
+        boot_id: "boot".to_owned(),
+        pending_releases: PendingReleases::of(&pools),
+        pools,
+    }
+}
+
+/// Refused as the capability or the context; mount options by their words.
+fn refused_by_name(status: &Status) -> TestCaseResult {
+    let known = [Code::InvalidArgument, Code::FailedPrecondition];
+    prop_assert!(known.contains(&status.code()), "{:?}", status);
+    let message = status.message();
+    let begins = ["volume_c", "mount option", "this node makes no inline"];
+    prop_assert!(
+        begins.iter().any(|it| message.starts_with(it)),
+        "{}",
+        message
+    );
+    Ok(())
+}
+
+fn words(usage: &Use) -> Vec<String> {
+    match usage {
+        Use::Mount { options, .. } => options.clone().into(),
+        Use::Block => Vec::new(),
+    }
 }
 
 fn invalid_by_name(status: &Status, field: &str, pairs: &Pairs) -> TestCaseResult {
@@ -185,6 +362,90 @@ proptest! {
                 prop_assert!(fs.is_empty() || is_known, "{}", fs);
             }
         }
+    }
+
+    #[test]
+    fn an_inline_volume_reaches_its_image_or_its_share_alone(
+        wire in hostile_capability(),
+        pairs in hostile_inline(),
+        largest in prop::option::of(prop::sample::select(vec![1_u64 << 20, 1 << 26, 1 << 40])),
+    ) {
+        let read = validate::map("volume_context", &pairs).and_then(|()| {
+            let capability = validate::capability("volume_capability", Some(&wire))?;
+            refuse_unsafe(&capability, &pairs)?;
+            inline::refuse_unlisted(&pairs)?;
+            let parsed = Parsed::new(&capability, &pairs, true)
+                .map_err(|error| Status::from(&error))?;
+            let access = &capability.access;
+            let wanted = InlineSource::parse("csi-x", access, &pairs, &parsed.usage, largest)?;
+            Ok((parsed, wanted))
+        });
+        let (parsed, wanted) = match read {
+            Err(status) => return refused_by_name(&status),
+            Ok(read) => read,
+        };
+        prop_assert_ne!(&parsed.usage, &Use::Block);
+        prop_assert_eq!(parsed.mkfs_options, Vec::<String>::new());
+        let words = words(&parsed.usage);
+        let is_image = matches!(wanted, InlineSource::Image { .. });
+        let of_any = &NOT_FOR_PODS[..if is_image { 6 } else { NOT_FOR_PODS.len() }];
+        let bad = |word: &String| of_any.iter().any(|bad| word.trim_matches('"').starts_with(bad));
+        prop_assert!(!words.iter().any(bad), "{:?}", words);
+        match wanted {
+            InlineSource::Image { pool, bytes } => {
+                prop_assert!(largest.is_some_and(|largest| bytes <= largest), "{}", bytes);
+                prop_assert!(bytes >= 1 << 20, "{}", bytes);
+                if let Ok(source) = pools().inline_source(pool.as_deref(), "../csi-x") {
+                    prop_assert_eq!(&source.pool, "main");
+                    let name = source.image.strip_suffix(".img").expect("an image's name");
+                    prop_assert!(!name.contains(['/', '.']), "{}", source.image);
+                }
+            }
+            InlineSource::Remote(source) => {
+                let Source::Nfs(named) = *source else {
+                    panic!("{source}");
+                };
+                prop_assert_eq!(named.mode, None);
+                let shares: Vec<InlineShare> =
+                    ["h:/a", "storage:2050:/dev/sda"].map(|it| it.parse().expect(it)).into();
+                let text = named.to_string();
+                let allowed = named.of_inline_shares(&shares);
+                let is_listed = ["directory h:/a", "directory storage:/dev/sda"].contains(&&*text);
+                prop_assert_eq!(allowed.is_some(), is_listed, "{}", text);
+            }
+        }
+    }
+
+    #[test]
+    fn capabilities_are_parsed_or_refused_by_name(
+        wire in hostile_capability(),
+        pairs in hostile_volume(),
+    ) {
+        let read = validate::map("volume_context", &pairs).and_then(|()| {
+            let capability = validate::capability("volume_capability", Some(&wire))?;
+            refuse_unsafe(&capability, &pairs)?;
+            let parsed = Parsed::new(&capability, &pairs, true);
+            Ok((parsed.map_err(|error| Status::from(&error))?, capability))
+        });
+        let (parsed, capability) = match read {
+            Err(status) => return refused_by_name(&status),
+            Ok(read) => read,
+        };
+        let is_block = capability.access == AccessType::Block;
+        prop_assert_eq!(parsed.usage == Use::Block, is_block);
+        let is_shared = capability.mode.multi_node_writer();
+        let is_remote = Source::remote_file_system(&pairs).is_some();
+        prop_assert!(!is_shared || is_block || is_remote);
+        if let AccessType::Mount { group, .. } = &capability.access {
+            let is_group = |group: &str| ["0", "4711"].contains(&group);
+            prop_assert!(group.is_empty() || is_group(group), "{}", group);
+        }
+        let words = words(&parsed.usage);
+        let beyond = ["abort", "addr", "bind", "clientaddr", "device", "errors=panic", "fsc",
+            "journal_path", "logdev", "loop", "mountaddr", "mounthost", "remount", "source"];
+        let key = |word: &str| word.split('=').next().unwrap_or_default().to_owned();
+        let bad = |word: &String| beyond.contains(&word.as_str()) || beyond.contains(&&*key(word));
+        prop_assert!(!words.iter().any(bad), "{:?}", words);
     }
 
     #[test]

@@ -221,6 +221,8 @@ fn natural(name: &'static str, value: &str) -> Result<u64, ProvisionError> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::{collection, prelude::*, sample::select};
+
     use super::*;
 
     fn map(list: &[(&str, &str)]) -> HashMap<String, String> {
@@ -270,6 +272,95 @@ mod tests {
         for (key, value) in [("size", "1"), ("rbd_qos_iops_limit", "many")] {
             let error = modified(&map(&[(key, value)])).unwrap_err();
             assert!(error.to_string().contains(key), "{error}");
+        }
+    }
+
+    /// Parameters of classes as an attacker writes them: other options of librbd, other keys
+    /// of an image's metadata, limits that are no numbers.
+    fn hostile() -> impl Strategy<Value = HashMap<String, String>> {
+        let names = select([&MODIFIABLE[..], &LIMITS.each_ref().map(|limit| limit.base)].concat());
+        let bad_names = select(vec![
+            "",
+            "BaseVolSizeBytes",
+            "conf_rbd_cache",
+            "conf_rbd_qos_iops_limit",
+            "pool",
+            "rbd_base_qos_iops_limit",
+            "rbd_default_data_pool",
+            "rbd_qos_iops_limit ",
+            "rbd_qos_schedule_tick_min",
+            "RBD_QOS_IOPS_LIMIT",
+            "uring-csi/making",
+            ".rbd",
+        ]);
+        let name = prop_oneof![
+            6 => names.prop_map(str::to_owned),
+            2 => bad_names.prop_map(str::to_owned),
+            1 => ".{0,9}",
+        ];
+        let value = prop_oneof![
+            4 => any::<u64>().prop_map(|number| number.to_string()),
+            4 => select(vec![
+                "", "0", "-1", "+1", "007", "1k", "1Gi", "1e3", " 1", "1\n", "1\0", "0x10", "٣",
+                "18446744073709551615", "18446744073709551616",
+            ]).prop_map(str::to_owned),
+            1 => ".{0,9}",
+        ];
+        collection::hash_map(name, value, 0..5)
+    }
+
+    /// Canonical: librbd reads it as the number that it is here.
+    fn is_number(text: &str) -> bool {
+        text.parse::<u64>()
+            .is_ok_and(|number| number.to_string() == text)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+
+        #[test]
+        fn a_modification_sets_limits_to_numbers_or_is_refused_by_name(mutable in hostile()) {
+            match modified(&mutable) {
+                Ok(metadata) => {
+                    for (key, value) in &metadata {
+                        prop_assert!(is_of_limits(key), "{}", key);
+                        let is_set = value.as_deref().is_none_or(is_number);
+                        prop_assert!(is_set, "{}: {:?}", key, value);
+                    }
+                    for (name, value) in &mutable {
+                        prop_assert!(name.starts_with("rbd_qos_"), "{}", name);
+                        let key = format!("conf_{name}");
+                        let set = metadata.iter().find(|(it, _)| *it == key);
+                        let number = set.map(|(_, value)| value.clone().unwrap_or_default());
+                        let given = value.trim_start_matches(['+', '0']);
+                        let number = number.map(|it| it.trim_start_matches('0').to_owned());
+                        prop_assert_eq!(number.as_deref(), Some(given), "{}", name);
+                    }
+                }
+                Err(error) => {
+                    let message = error.to_string();
+                    let names = |name: &String| {
+                        message.contains(name.as_str()) || message.contains(&format!("{name:?}"))
+                    };
+                    prop_assert!(mutable.keys().any(names), "{}", message);
+                }
+            }
+        }
+
+        #[test]
+        fn a_class_sets_limits_to_numbers_or_is_refused_by_name(
+            class in hostile(),
+            bytes in any::<u64>(),
+        ) {
+            match QosLimits::of_class(&class) {
+                Ok(limits) => for (key, value) in limits.metadata(bytes) {
+                    prop_assert!(is_of_limits(&key) && is_number(&value), "{}={}", key, value);
+                },
+                Err(error) => {
+                    let message = error.to_string();
+                    prop_assert!(class.keys().any(|name| message.contains(name)), "{}", message);
+                }
+            }
         }
     }
 }
