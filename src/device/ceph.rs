@@ -300,8 +300,8 @@ pub struct BoundCephImage<'a> {
 }
 
 impl BoundCephImage<'_> {
-    /// Clears the mark of the device's number, registers the client of a mapped image, and
-    /// decrypts it. Returns the decrypted
+    /// Registers the client of a mapped image, and decrypts it. Clears a mark that was left on
+    /// the device's number. Returns the decrypted
     /// mapping, if any, and the format marker.
     fn open(
         &self,
@@ -309,7 +309,9 @@ impl BoundCephImage<'_> {
         lower: &LowerDevice,
         options: &AttachOptions,
     ) -> Result<(Option<BlockDev>, Arc<dyn FormatMarker>), DeviceError> {
-        if options.purpose == Purpose::Mount && !lower.read_only {
+        // A raw volume is published by the mark of the device that it is shown as.
+        let is_published = options.purpose == Purpose::Raw && self.source.luks_kms().is_none();
+        if !is_published && !lower.read_only {
             read_only_mark::set(&lower.block, false)?;
         }
         self.register(known, lower, options)?;
@@ -399,7 +401,7 @@ impl BackendVolume for BoundCephImage<'_> {
     fn detach(&self, device: &Device, _: &str, purpose: Purpose) -> Result<Detached, DeviceError> {
         // The mapping's number may have gone to another image.
         if self.source.is_behind(device.dev) {
-            read_only_mark::clear_published(device, purpose)?;
+            read_only_mark::clear_published(device, purpose);
             if let Some(mapping) = luks::mapping_of(device.dev) {
                 let _ = luks::close(&mapping.name).map_err(CephImageError::from)?;
             }

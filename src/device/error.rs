@@ -67,6 +67,12 @@ pub enum DeviceError {
         /// The device's node.
         device: PathBuf,
     },
+    /// The device was attached read-only, and should take writes.
+    #[error("{device} is attached read-only; unstage the volume and stage it again")]
+    AttachedReadOnly {
+        /// The device's node.
+        device: PathBuf,
+    },
     /// The image is smaller than any device can be.
     #[error("image {image} has {bytes} bytes, too few for a block device")]
     TooSmall {
@@ -115,6 +121,7 @@ impl DeviceError {
             Self::Ceph(error) => error.kind(),
             Self::AttachedFor { .. }
             | Self::AttachedOtherwise { .. }
+            | Self::AttachedReadOnly { .. }
             | Self::TooSmall { .. }
             | Self::NoDevice => Kind::Precondition,
             Self::Busy { .. } => Kind::InUse,

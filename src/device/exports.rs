@@ -236,10 +236,7 @@ impl BackendVolume for BoundExport<'_> {
         if done == Done::Already {
             in_use::refuse(&device.node, device.dev, options)?;
         }
-        // The mark of a raw volume's device is the publish's.
-        if options.purpose == Purpose::Mount {
-            read_only_mark::clear(&device)?;
-        }
+        read_only_mark::clear_left(&device, options.purpose)?;
         let attachment = Attachment {
             device,
             is_ready: false,
@@ -293,7 +290,7 @@ impl BackendVolume for BoundExport<'_> {
         volume_id: &str,
         purpose: Purpose,
     ) -> Result<Detached, DeviceError> {
-        read_only_mark::clear_published(device, purpose)?;
+        read_only_mark::clear_published(device, purpose);
         let links = &self.exports.links;
         Ok(links.detach(&self.identifier(volume_id), &device.block())?)
     }

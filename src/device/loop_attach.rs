@@ -9,7 +9,7 @@ use rustix::{
 };
 
 use super::{
-    AttachOptions, Backing, Device, ImageSource, Purpose,
+    AttachOptions, Backing, Device, ImageSource,
     error::{DeviceError, io},
     in_use,
     loopdev::{self, AttachedLoop, FileId, LoopDevice, LoopOptions},
@@ -67,9 +67,8 @@ pub fn attach_loop(
             None => {
                 let attached = device(found.attached.device);
                 in_use::refuse(&attached.node, attached.dev, options)?;
-                // The mark of a raw volume's device is the publish's.
-                if !found.busy && options.purpose == Purpose::Mount {
-                    read_only_mark::clear(&attached)?;
+                if !found.busy {
+                    read_only_mark::clear_left(&attached, options.purpose)?;
                 }
                 return Ok((attached, None));
             }

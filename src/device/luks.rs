@@ -76,6 +76,11 @@ pub enum LuksError {
         /// The device that it should be over.
         node: PathBuf,
     },
+    /// The mapping refuses writes. cryptsetup would make it read-only for good by a resize.
+    #[error(
+        "the mapping {name} refuses writes, as a volume that is published read-only does; grow it after that"
+    )]
+    ReadOnly { name: String },
     /// cryptsetup failed otherwise.
     #[error("cryptsetup {action} of {what} failed ({status}): {said}")]
     Failed {
@@ -105,6 +110,7 @@ impl LuksError {
             Self::Foreign { .. }
             | Self::Unfinished { .. }
             | Self::NoSlot { .. }
+            | Self::ReadOnly { .. }
             | Self::Other { .. } => Kind::Precondition,
             Self::Busy { .. } | Self::Failed { .. } | Self::Io { .. } => Kind::Transient,
         }
@@ -220,7 +226,10 @@ pub fn find_open(
     }
     // The device below may have grown since a killed agent opened it.
     if !read_only {
-        resize(name)?;
+        match resize(name) {
+            Ok(_) | Err(LuksError::ReadOnly { .. }) => {}
+            Err(error) => return Err(error),
+        }
     }
     let over = BlockDev::of(mapping.over).map_err(failed(format!("find the mapping {name}")))?;
     Ok(Some(over))
@@ -282,12 +291,18 @@ pub fn close(name: &str) -> Result<Done, LuksError> {
 
 /// Grows the mapping to the size of the device below. Returns its size in bytes.
 pub fn resize(name: &str) -> Result<u64, LuksError> {
+    let over = || {
+        let found = find(name)?.map(|mapping| mapping.over);
+        found.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
+    };
+    let look = || failed(format!("look at the mapping {name}"));
+    if over().and_then(sysfs::is_read_only).map_err(look())? {
+        return Err(LuksError::ReadOnly {
+            name: name.to_owned(),
+        });
+    }
     cryptsetup("resize", &[name], name)?;
-    let size = find(name).and_then(|found| match found {
-        Some(mapping) => sysfs::size_bytes(mapping.over),
-        None => Err(io::ErrorKind::NotFound.into()),
-    });
-    size.map_err(failed(format!("read the size of the mapping {name}")))
+    over().and_then(sysfs::size_bytes).map_err(look())
 }
 
 /// Whether a LUKS header is complete and has a key.

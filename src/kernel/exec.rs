@@ -133,6 +133,9 @@ pub fn block_server<A: AsRef<OsStr>>(program: &str, args: &[A], unseen: Option<P
         CString::new(path).expect("a number has no NUL")
     });
     let without_mark = privileges::without_ioctl(BLKROSET);
+    if let Err(error) = &without_mark {
+        tracing::warn!(%error, program, "it may change whether its device takes writes");
+    }
     #[expect(clippy::disallowed_methods, reason = "in a mount namespace of its own")]
     prepared(program, args, move || {
         if let Ok(filter) = &without_mark {

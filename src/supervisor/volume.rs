@@ -36,6 +36,7 @@ use super::{
     Spec, SupervisorError,
     daemon::Daemon,
     error::failed,
+    processes::DaemonProcess,
     registration::Lineage,
     shared::{Shared, Status, VolumeCommand},
 };
@@ -69,8 +70,8 @@ pub struct ServedVolume {
     daemon: Option<Daemon>,
     /// Since when this node has the volume, where the controller fences.
     lineage: Lineage,
-    /// The image, from the command line of a daemon that another process started.
-    found: Option<String>,
+    /// A daemon that another process started.
+    found: Option<DaemonProcess>,
     /// How often the daemon has logged that the image has another size than the device.
     resized: usize,
     /// Whether the image was resized, and the device does not have its size yet.
@@ -244,7 +245,7 @@ impl ServedVolume {
                 "rbd-nbd is running"
             );
             self.daemon = Some(daemon);
-            self.found = Some(server.image);
+            self.found = Some(server);
             (self.resized, self.is_behind) = (0, false);
         }
         Ok(())
@@ -288,7 +289,7 @@ impl ServedVolume {
         );
         let image = self.candidates.spec().map(Spec::name);
         let status = Status {
-            image: image.or(self.found.clone()),
+            image: image.or_else(|| Some(self.found.clone()?.image)),
             node: device.map(|device| device.block.node.display().to_string()),
             pid: self.daemon.as_ref().map(Daemon::pid),
             has_key,

@@ -292,7 +292,7 @@ impl Publishing<'_> {
     /// A read-only bind of a device node does not stop a writer who opens it: the
     /// device itself has to refuse. It does so for all targets or for none.
     fn set_writable(self, device: &Device) -> Result<(), Cause> {
-        if self.is_marked(device)? {
+        if self.is_as_requested(device)? {
             return Ok(());
         }
         if let Some(other) = self.live_target() {
@@ -307,14 +307,15 @@ impl Publishing<'_> {
 
     /// Makes the device refuse writes, or take them.
     fn mark(self, device: &Device) -> Result<(), Cause> {
-        if self.is_marked(device)? {
+        if self.is_as_requested(device)? {
             return Ok(());
         }
         let set = || device::read_only_mark::set(&device.block(), self.read_only);
         Ok(self.cx.step("set-ro", set)?)
     }
 
-    fn is_marked(self, device: &Device) -> Result<bool, Cause> {
+    /// Whether the device refuses writes or takes them, as the call asks.
+    fn is_as_requested(self, device: &Device) -> Result<bool, Cause> {
         let looked =
             || sysfs::is_read_only(device.dev).map_err(Cause::io("read the device's state"));
         Ok(device.read_only || looked()? == self.read_only)

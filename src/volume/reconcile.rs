@@ -35,7 +35,7 @@ use super::{
 };
 use crate::{
     capability::AccessMode,
-    device::{Backends, Device, DeviceError, Owner, Source},
+    device::{Backends, Backing, Device, DeviceError, Owner, Source},
     error_chain, hold_point,
     kernel::{Dev, sysfs},
     mount::{
@@ -656,7 +656,7 @@ fn find(
     let (mounted, entry) = (staged.mounted, staged.entry);
     let (behind, left) = (staged.behind.as_deref(), staged.stage_file.as_deref());
     let found = source_of(backends, volume_id, behind, left, known)?;
-    let Some((source, device)) = found else {
+    let Some((source, mut device)) = found else {
         return match mounted {
             None => Ok(None),
             Some(_) => Err(is_unknown(&staged.path)),
@@ -668,6 +668,20 @@ fn find(
     {
         return Err(is_of(&other, staging_path));
     }
+    let usage = match mounted {
+        Some(Mounted { rdev: None, .. }) => Use::Mount {
+            fs: None,
+            options: MountOptions::default(),
+        },
+        _ => Use::Block,
+    };
+    if let Some(device) = &mut device
+        && usage == Use::Block
+        && matches!(device.backing, Backing::Export(_))
+    {
+        // Nobody knows any more whether it was attached read-only, or is published so.
+        device.read_only = false;
+    }
     let record = Record {
         volume_id: volume_id.to_owned(),
         name: String::new(),
@@ -675,13 +689,7 @@ fn find(
         phase: Phase::Staged,
         source,
         staging_path: staging_path.to_owned(),
-        usage: match mounted {
-            Some(Mounted { rdev: None, .. }) => Use::Mount {
-                fs: None,
-                options: MountOptions::default(),
-            },
-            _ => Use::Block,
-        },
+        usage,
         fs: entry.and_then(|entry| entry.fs_type.parse().ok()),
         read_only: device.as_ref().is_some_and(|device| device.read_only),
         mode: AccessMode::SingleNodeWriter,

@@ -34,8 +34,10 @@ pub async fn read_only_for_a_while(node: &Node, volume: &Volume) {
         let written = Content::new("x").write_at(&target, 0);
         assert!(written.is_err(), "a read-only device was written");
     }
+    node.restart_without_records().await;
     node.unpublish(volume, "reader").await.unwrap();
-    let target = node.up(volume, "writer").await;
+    node.publish(volume, "writer").await.unwrap();
+    let target = node.target(volume, "writer");
     Content::new("y").write_at(&target, 0).unwrap();
     node.down(volume, "writer").await;
 }

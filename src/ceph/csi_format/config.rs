@@ -56,6 +56,7 @@ impl ClusterConfig {
 #[serde(default)]
 pub struct ReadAffinity {
     /// Whether it is on.
+    #[serde(deserialize_with = "null_is_default")]
     pub enabled: bool,
     /// The node labels that tell where a node is; empty: those that the node's agent has.
     #[serde(rename = "crushlocationlabels", deserialize_with = "null_is_default")]

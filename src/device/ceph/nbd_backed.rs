@@ -30,9 +30,16 @@ use crate::{
 /// The device of a volume that rbd-nbd serves.
 pub fn device(volume_id: &str) -> Result<Option<Device>, DeviceError> {
     let found = NbdDevice::attached_as(volume_id).map_err(io("look at the NBD devices"))?;
-    found
-        .map(|device| as_it_is_shown(lower(device, volume_id)))
-        .transpose()
+    let Some(device) = found else {
+        return Ok(None);
+    };
+    let mut lower = lower(device, volume_id);
+    // What the kernel shows may be a mark.
+    let server = server_of(volume_id).map_err(io("look at the processes"))?;
+    if let Some((_, server)) = server {
+        lower.read_only = server.read_only;
+    }
+    as_it_is_shown(lower).map(Some)
 }
 
 /// Whether rbd-nbd has the volume's device.

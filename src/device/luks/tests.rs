@@ -77,6 +77,17 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
     drop(file);
     scratch.image.as_file().set_len(96 * MIB).unwrap();
     crate::device::loopdev::resize(&scratch.device).unwrap();
+    // As a raw volume that is published read-only.
+    let mark = |it| block::set_read_only(File::open(&over.node).unwrap(), it).unwrap();
+    mark(true);
+    let refused = resize(&name.0);
+    assert!(
+        matches!(refused, Err(LuksError::ReadOnly { .. })),
+        "{refused:?}"
+    );
+    find_open(&under, &name.0, false).unwrap().unwrap();
+    mark(false);
+    assert!(!sysfs::is_read_only(over.dev).unwrap());
     assert_eq!(resize(&name.0).unwrap(), size + 32 * MIB);
 
     assert_eq!(close(&name.0).unwrap(), Done::Now);

@@ -24,7 +24,7 @@ use std::{
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use super::{
-    Identifier, Link, LinkOptions, NbdError, Outage, attach, between, failed, handshake, is_behind,
+    Identifier, Link, LinkOptions, NbdError, Outage, attach, between, failed, is_behind,
     large_enough, link::LinkState, listed, lock,
 };
 use crate::{
@@ -132,10 +132,8 @@ impl Links {
             if found.volume_id != identifier.volume_id {
                 return Err(otherwise(format!("for volume {}", found.volume_id)));
             }
-            if device.read_only && !read_only && !self.is_attached_read_only(export) {
-                // A mark (`device::read_only_mark`).
-                device.read_only = false;
-            }
+            // What the kernel shows may be a mark (`device::read_only_mark`).
+            device.read_only &= read_only || self.is_attached_read_only(export);
             if device.read_only != read_only {
                 let how = if read_only { "writable" } else { "read-only" };
                 return Err(otherwise(how.to_owned()));
@@ -227,11 +225,9 @@ impl Links {
         self.of(export).and_then(|link| lock(&link.outage).clone())
     }
 
-    /// Whether this agent attached it read-only. Of one that an earlier agent attached, the
-    /// kernel does not show the flags.
+    /// Whether an agent attached it read-only, as far as is known.
     fn is_attached_read_only(&self, export: &Export) -> bool {
-        self.of(export)
-            .is_some_and(|link| link.flags & handshake::flags::READ_ONLY != 0)
+        self.of(export).is_some_and(|link| link.device.read_only)
     }
 
     pub(super) fn of(&self, export: &Export) -> Option<Arc<Link>> {

@@ -101,7 +101,7 @@ impl ServedVolume {
             .candidates
             .spec()
             .map(Spec::name)
-            .or(self.found.clone());
+            .or_else(|| Some(self.found.clone()?.image));
         if let Some(image) = known.filter(|image| *image != spec.name()) {
             return Err(otherwise(format!(
                 "over image {image}, not {}",
@@ -121,8 +121,9 @@ impl ServedVolume {
             });
         }
         // A raw volume that is published read-only is marked so (BLKROSET), however it is mapped.
-        let recorded = self.candidates.recorded.as_ref();
-        let is_read_only = recorded.map_or(device.read_only, |spec| spec.read_only);
+        let recorded = self.candidates.recorded.as_ref().map(|spec| spec.read_only);
+        let found = self.found.as_ref().map(|server| server.read_only);
+        let is_read_only = recorded.or(found).unwrap_or(device.read_only);
         if is_read_only != spec.read_only {
             let how = if is_read_only {
                 "read-only"

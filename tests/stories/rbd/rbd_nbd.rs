@@ -212,7 +212,9 @@ fn read_only_and_encrypted_volumes_work() {
         for kind in ["ext4", "xfs", "block"] {
             lifecycle::read_and_not_written(&node, &served(ceph.volume(kind))).await;
         }
-        read_only_for_a_while(&node, &served(ceph.volume("block"))).await;
+        for volume in [ceph.volume("block"), encrypted::volume(ceph, "block")] {
+            read_only_for_a_while(&node, &served(volume)).await;
+        }
         for kind in ["xfs", "block"] {
             lifecycle(&node, &served(encrypted::volume(ceph, kind))).await;
         }
