@@ -4,14 +4,18 @@
 //! `O_PATH`, the mount table), nor does an unmount, but for that of a superblock's last
 //! mount: it writes back what is not written yet, and ends the session with the server.
 
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::{
+    path::Path,
+    sync::mpsc::{self, RecvTimeoutError},
+};
 
 use rustix::fd::AsFd as _;
+use serde::Deserialize;
 
 use super::{
     context::OnLane,
     error::Cause,
-    places::is_kubelets,
+    places::{absent_is_none, at_staging, is_kubelets},
     record::{Held, Record},
 };
 use crate::{
@@ -67,11 +71,44 @@ pub(super) fn unmount(cx: OnLane<'_>, place: &SafePath) -> Result<Done, UnmountE
 /// Where kubelet itself mounts directories of NFS servers, for pods that name no CSI driver.
 pub(super) const IN_TREE: &str = "kubernetes.io~nfs";
 
+/// What kubelet notes beside a volume that it has a CSI driver stage or publish
+/// (pkg/volume/csi, `vol_data.json`).
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct VolumeData {
+    #[serde(rename = "driverName")]
+    driver: String,
+    #[serde(rename = "volumeHandle")]
+    handle: String,
+}
+
+const VOLUME_DATA: &str = "vol_data.json";
+
+/// Refuses what kubelet has noted as another volume, mostly of another driver.
+fn refuse_noted(cx: OnLane<'_>, path: &Path) -> Result<(), Cause> {
+    let note = absent_is_none(cx.node.places.staging(&path.with_file_name(VOLUME_DATA)))?;
+    let Some(text) = note.map_or(Ok(None), |note| note.read().map_err(at_staging))? else {
+        return Ok(());
+    };
+    // One that cannot be parsed names no volume: kubelet itself unmounts nothing by it.
+    let data: VolumeData = serde_json::from_slice(&text).unwrap_or_default();
+    if data.driver == cx.node.config.driver_name && data.handle == cx.volume.id {
+        return Ok(());
+    }
+    Err(Cause::precondition(format!(
+        "what is mounted at {} is another volume: the {VOLUME_DATA} beside it names volume {:?} of \
+         driver {:?}",
+        path.display(),
+        data.handle,
+        data.driver
+    )))
+}
+
 /// Refuses the mount of another volume, where a directory of a server is mounted that no
 /// record knows. It names no volume itself, nor does the handle of a static volume name its
-/// directory; and its unmount loses nothing. Where the administrator may have mounts, it must
-/// be the directory of the volume's record: an agent may have died before it recorded the
-/// mount.
+/// directory; and its unmount loses nothing. kubelet's note beside it names the volume, where
+/// there is one. Where the administrator may have mounts, it must be the directory of the
+/// volume's record: an agent may have died before it recorded the mount.
 pub(super) fn refuse_others(
     cx: OnLane<'_>,
     record: Option<&Record>,
@@ -85,6 +122,7 @@ pub(super) fn refuse_others(
         )));
     }
     let has = |held: &Held| held.targets.contains_key(path) || held.record.mount_point() == path;
+    refuse_noted(cx, path)?;
     let volumes = cx.node.volumes();
     let mut others = volumes.values().filter(|it| it.id != cx.volume.id);
     if let Some(other) = others.find(|it| it.held().as_ref().is_some_and(has)) {

@@ -417,6 +417,31 @@ fn mounts_of_csi_driver_nfs_are_unpublished() {
         assert!(!target.exists());
         node.unstage(&volume).await.expect("never staged");
 
+        // By kubelet's note beside it, whose volume it is.
+        fs::create_dir_all(&target).expect("made");
+        run(&["mount", "-i", "-t", "nfs", "-o", &options, &source, path]);
+        let beside = target.with_file_name("vol_data.json");
+        let ours = "block.uring-csi.dev";
+        for (driver, handle) in [("nfs.csi.k8s.io", &*volume.handle), (ours, "another")] {
+            let data = format!(r#"{{"driverName":"{driver}","volumeHandle":"{handle}"}}"#);
+            fs::write(&beside, data).expect("written");
+            for status in [
+                node.unpublish(&volume, "pod").await,
+                node.unstage_at(&volume, &target).await,
+            ] {
+                refused(status, Code::FailedPrecondition, &[path, driver, handle]);
+            }
+        }
+        assert_eq!(mounts_of(&node, &source).len(), 1);
+        let data = format!(
+            r#"{{"driverName":"{ours}","volumeHandle":"{}"}}"#,
+            volume.handle
+        );
+        fs::write(&beside, data).expect("written");
+        node.unpublish(&volume, "pod").await.expect("unpublished");
+        assert!(!target.exists());
+        fs::remove_file(&beside).expect("removed");
+
         // Kubelet's own are not of any driver.
         let theirs = node.kubelet.join("pods/uid/volumes/kubernetes.io~nfs/data");
         fs::create_dir_all(&theirs).expect("made");
