@@ -71,6 +71,7 @@ mod unmake;
 mod unpublish;
 mod unstage;
 mod watch;
+mod write_backs;
 
 pub use appearance::Appearance;
 pub use error::{Cause, VolumeError};
@@ -86,6 +87,7 @@ use places::Places;
 use reconcile::Unrecovered;
 use record::Records;
 use spec::{Call, Request};
+use write_backs::WriteBacks;
 
 /// An operator's settings of a node.
 #[derive(Clone, Debug)]
@@ -130,6 +132,7 @@ pub struct Node {
     unrecovered: Unrecovered,
     heartbeat: Arc<Heartbeat>,
     inspections: Inspections,
+    write_backs: WriteBacks,
 }
 
 impl fmt::Debug for Node {
@@ -167,6 +170,7 @@ impl Node {
             occupied: Occupied::default(),
             unrecovered: Unrecovered::default(),
             heartbeat,
+            write_backs: WriteBacks::default(),
         });
         let (lanes, gates) = (node.lanes.clone(), &node.config.gates);
         ring::spawn(node.backends.keep_connected(lanes, gates.reconnect.clone()));

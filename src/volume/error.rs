@@ -109,6 +109,17 @@ pub enum Cause {
         /// Its openers, as far as they could be found.
         openers: Vec<Opener>,
     },
+    /// As many unmounts as may wait for the server do.
+    #[error(
+        "{count} unmounts wait for the server {server}, which does not answer; nothing more of it \
+         is unmounted until one of them ends"
+    )]
+    ServerAway {
+        /// The server's name or address.
+        server: String,
+        /// How many wait.
+        count: usize,
+    },
     /// The device is not proven blank and does not hold the requested file system.
     #[error(
         "{device} holds {what}, which is neither blank nor {wanted}; it is left as it is (`uringctl format` destroys it on request)"
@@ -283,6 +294,7 @@ impl Cause {
             | Self::NotRecovered
             | Self::RecordsUnread(_)
             | Self::NotDetached(_)
+            | Self::ServerAway { .. }
             | Self::NotUndone { .. } => Kind::Transient,
         }
     }

@@ -9,7 +9,7 @@ use std::{
     sync::mpsc::{self, RecvTimeoutError},
 };
 
-use rustix::fd::AsFd as _;
+use rustix::fd::{AsFd as _, BorrowedFd};
 use serde::Deserialize;
 
 use super::{
@@ -25,7 +25,7 @@ use crate::{
         Mounted, PathKind, bind,
         path::SafePath,
         table::{self, MountEntry},
-        unmount::{self, UnmountError},
+        unmount,
     },
 };
 
@@ -42,11 +42,22 @@ pub(super) fn mounted(source: &Source, place: &SafePath) -> Result<Option<Mounte
 
 /// Unmounts a directory of a server, which may have died. The place is free at once, since
 /// a detached mount keeps the superblock. Its end is that of the superblock, unless another
-/// mount has it: that is waited for, but not for ever.
-pub(super) fn unmount(cx: OnLane<'_>, place: &SafePath) -> Result<Done, UnmountError> {
+/// mount has it: that is waited for, but not for ever. Where as many already wait for the
+/// server as may, nothing is unmounted.
+pub(super) fn unmount(cx: OnLane<'_>, place: &SafePath) -> Result<Done, Cause> {
+    if is_kept_by_staging(cx, place) {
+        return Ok(unmount::unmount(place)?);
+    }
     // A directory that its server has lost cannot be opened, and has nothing to write.
-    let opened = place.open();
-    let kept = opened.and_then(|opened| bind::detached(opened.as_fd()));
+    let Ok(opened) = place.open() else {
+        return Ok(unmount::unmount(place)?);
+    };
+    let wait = cx.node.config.remote_unmount;
+    let server = server_of(opened.as_fd());
+    let under_way = cx.node.write_backs.begin(&server, wait);
+    let under_way = under_way.map_err(|count| Cause::ServerAway { server, count })?;
+    let kept = bind::detached(opened.as_fd());
+    drop(opened);
     let done = unmount::unmount(place)?;
     let Ok(kept) = kept else {
         return Ok(done);
@@ -54,10 +65,10 @@ pub(super) fn unmount(cx: OnLane<'_>, place: &SafePath) -> Result<Done, UnmountE
     let (ended, ends) = mpsc::channel::<()>();
     let end = move || {
         drop(kept);
+        drop(under_way);
         drop(ended);
     };
     drop(cx.node.lanes.run(&cx.volume.id, "write-back", end));
-    let wait = cx.node.config.remote_unmount;
     if ends.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {
         tracing::warn!(
             volume_id = cx.volume.id,
@@ -66,6 +77,25 @@ pub(super) fn unmount(cx: OnLane<'_>, place: &SafePath) -> Result<Done, UnmountE
         );
     }
     Ok(done)
+}
+
+/// Whether the place is a target of the volume, whose superblock its staging mount keeps.
+fn is_kept_by_staging(cx: OnLane<'_>, place: &SafePath) -> bool {
+    let Some(record) = cx.volume.record() else {
+        return false;
+    };
+    let at = record.mount_point();
+    let staging = (cx.node.places.staging(&at).ok()).filter(|it| it.path() != place.path());
+    let kind = staging.and_then(|staging| staging.kind().ok());
+    matches!(kind, Some(PathKind::Mount(mounted)) if record.appears_at(&mounted))
+}
+
+/// The server of the mount, as its source names it.
+fn server_of(opened: BorrowedFd<'_>) -> String {
+    let source = table::covering(opened).map(|entry| entry.source.display().to_string());
+    let source = source.unwrap_or_default();
+    let server = source.split_once(":/").map(|(server, _)| server.to_owned());
+    server.unwrap_or(source)
 }
 
 /// Where kubelet itself mounts directories of NFS servers, for pods that name no CSI driver.

@@ -152,7 +152,7 @@ impl Unpublishing<'_> {
             if is_remote {
                 remote::unmount(self.cx, place)
             } else {
-                unmount::unmount(place)
+                Ok(unmount::unmount(place)?)
             }
         };
         already("unbind", self.cx.step("unbind", unmount)?);

@@ -180,7 +180,7 @@ fn unmount_unknown(cx: OnLane<'_>, staging_path: &Path) -> Result<Done, Cause> {
         match look {
             PathKind::Mount(_) if remote::is_remote(&place) => {
                 remote::refuse_others(cx, None, &place)?;
-                Ok(cx.step("unmount", || remote::unmount(cx, &place))?)
+                cx.step("unmount", || remote::unmount(cx, &place))
             }
             _ => Ok(Done::Already),
         }
