@@ -49,7 +49,7 @@ show_logs() {
 trap '(($? == 0)) || show_logs; podman rm --force --time=10 --all >/dev/null' EXIT
 
 mkdir -p "$story"/{run,kubelet,state,csi,holder} /run/udev
-start controller "$(image controller)" "${files_only[@]}" --network=none \
+start controller "$(image controller)" "${files_only[@]}" --user=0:0 --network=none \
   --volume="$story/csi:/csi" --volume="$story/pool:/srv/uring-csi:rslave" \
   --env=URING_CSI_CONTROLLER_ENDPOINT=unix:///csi/controller.sock \
   -- --endpoint=unix:///csi/controller.sock --pool=default=/srv/uring-csi,shared --log-format=json
@@ -69,10 +69,10 @@ start_node
 volume_is_removed podman exec node
 [[ -z $(findmnt --noheadings "$story/mnt/story") ]]
 
-echo "a controller without root's rights starts; the supervisor and the NBD server do"
+echo "a controller as its image's user, without root's rights, starts; the supervisor and the NBD server do"
 mkdir -p "$story"/own/{csi,pool}
 chown 65532:65532 "$story"/own/*
-start own "$(image controller)" "${files_only[@]}" --user=65532:65532 --network=none \
+start own "$(image controller)" "${files_only[@]}" --network=none \
   --volume="$story/own/csi:/csi" --volume="$story/own/pool:/srv/uring-csi" \
   -- --endpoint=unix:///csi/controller.sock --pool=default=/srv/uring-csi,shared
 until_it_succeeds test -S "$story/own/csi/controller.sock"

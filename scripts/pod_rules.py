@@ -282,6 +282,9 @@ def check_pod(where, template):
     needs_root = any({"hostPath", "nfs"} & volume.keys() for volume in spec.get("volumes", []))
     if not needs_root and not spec["securityContext"].get("runAsNonRoot"):
         problem(where, "runs as root without a need: it has no files of the host or a server")
+    # The controller's image has another user.
+    if needs_root and spec["securityContext"].get("runAsUser") != 0:
+        problem(where, "needs root, and leaves its user to the images")
     volumes = {volume["name"] for volume in spec.get("volumes", [])}
     for container in spec.get("initContainers", []) + spec["containers"]:
         name = f"{where}/{container['name']}"

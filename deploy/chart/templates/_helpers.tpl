@@ -49,6 +49,12 @@ seLinuxOptions:
   type: spc_t
 {{- end }}
 
+{{- /* The owner of pools, sockets and devices. */ -}}
+{{- define "uring-csi.root" -}}
+runAsUser: 0
+runAsGroup: 0
+{{- end }}
+
 {{- /* The backends' kernel modules, with their parameters, separated by commas. */ -}}
 {{- define "uring-csi.modules" -}}
 {{- $modules := list }}
@@ -138,7 +144,6 @@ pipe, not into the arguments. */ -}}
         fieldRef:
           fieldPath: spec.nodeName
   securityContext:
-    runAsUser: 0
     allowPrivilegeEscalation: false
     readOnlyRootFilesystem: true
     capabilities:
