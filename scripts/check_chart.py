@@ -80,8 +80,15 @@ OTHER = {
         "kubeletDir": "/var/lib/k0s/kubelet",
         "topology": ["zone=a"],
         "maxVolumes": 100,
-        "config": {"max-waiting": 1000000, "volume-mount-group": True, "alpha-capabilities": False},
-        "extraArgs": ["--block-lock"],
+        "allowPaths": ["/mnt/c", "/mnt/d"],
+        "volumesDir": "/etc/uring-csi/volumes",
+        "config": {
+            "block-lock": True,
+            "max-waiting": 1000000,
+            "volume-mount-group": True,
+            "alpha-capabilities": False,
+        },
+        "extraArgs": ["--max-mkfs=2"],
         "extraContainers": [MORE_CONTAINERS | {"name": "more"}],
         "extraVolumes": [MORE_VOLUMES],
         "extraVolumeMounts": [MORE_MOUNTS],
@@ -323,6 +330,62 @@ def check_image(chart):
         problem("chart", f"node.labelsFromApi.image is not {image}")
 
 
+def affinity(key):
+    """To nodes with this label, as Kubernetes has it."""
+    terms = [{"matchExpressions": [{"key": key, "operator": "Exists"}]}]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    return {"nodeAffinity": required}
+
+
+def check_placement(chart):
+    """Each pod is where its values say, and where it must be beside another."""
+    spread = {"maxSkew": 1, "topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}
+    values = classed(NBD | {"ceph": {"enabled": True, "rbdNbd": {"enabled": True}}}, **NBD_CLASS) | {
+        "node": {"nodeSelector": {"disk": "yes"}, "affinity": affinity("node")},
+    }
+    own = {"affinity": affinity("own"), "nodeSelector": {"rbd": "yes"}}
+    storage = values | {"nbd": values["nbd"] | {"affinity": affinity("storage")}}
+    for where, given, name, field, wanted in (
+        ("as the agent", values, "holder", "affinity", affinity("node")),
+        ("as the agent", values, "holder", "nodeSelector", {"kubernetes.io/os": "linux", "disk": "yes"}),
+        ("its own", values | {"holder": own}, "holder", "affinity", own["affinity"]),
+        ("its own", values | {"holder": own}, "holder", "nodeSelector", {"kubernetes.io/os": "linux", "rbd": "yes"}),
+        ("NBD", values, "controller", "affinity", None),
+        ("NBD", values, "controller", "topologySpreadConstraints", None),
+        ("NBD", storage, "controller", "affinity", affinity("storage")),
+        ("NBD", storage, "nbd-server", "affinity", affinity("storage")),
+        ("its own", {"pools": [SHARED], "controller": {"affinity": affinity("own")}}, "controller", "affinity", affinity("own")),
+        (
+            "its own",
+            {"pools": [SHARED], "controller": {"topologySpreadConstraints": [spread]}},
+            "controller",
+            "topologySpreadConstraints",
+            [spread],
+        ),
+    ):
+        docs = render(chart, given)
+        check("chart, placement", docs)
+        (spec,) = (
+            doc["spec"]["template"]["spec"]
+            for doc in docs
+            if doc["metadata"]["name"] == f"uring-csi-{name}" and "template" in doc.get("spec", {})
+        )
+        if spec.get(field) != wanted:
+            problem(f"chart, {name}", f"{where}: {field} is {spec.get(field)}")
+
+
+def check_kms_key(chart):
+    """Both agents read the key, or the whole ConfigMap."""
+    at = "--kms-config=/etc/ceph-csi-encryption-kms-config"
+    for key, flag in (("kms.json", f"{at}/kms.json"), ("", at)):
+        docs = render(chart, classed({"pools": [], "ceph": {"enabled": True, "kmsConfigMapKey": key}}, **CEPH_CLASS))
+        check("chart, another key of the KMS", docs)
+        for doc in docs:
+            if doc["kind"] in ("DaemonSet", "Deployment"):
+                if flag not in doc["spec"]["template"]["spec"]["containers"][0]["args"]:
+                    problem(f"chart, {doc['metadata']['name']}", f"has no {flag}")
+
+
 def check_others(chart):
     check("chart", render(chart, {}))
     other, both = render(chart, OTHER), render(chart, BOTH)
@@ -335,6 +398,8 @@ def check_others(chart):
     check_settings("chart, Ceph", both, "controller", BOTH["controller"], ["more"])
     check_settings("chart, Ceph", both, "holder", BOTH["holder"], [])
     check_image(chart)
+    check_placement(chart)
+    check_kms_key(chart)
     for values in ACCEPTED:
         render(chart, values)
 

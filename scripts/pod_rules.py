@@ -118,6 +118,11 @@ def check_needs(name, program, spec, container):
     if program == "uring-csi-node":
         given = dict(arg.split("=", 1) for arg in container["args"] if "=" in arg)
         needed = needed + [given.get(flag, default) for flag, default in DIRECTORIES.items()]
+        needed += [arg.split("=")[1] for arg in container["args"] if re.match("--(allow-path|volumes)=", arg)]
+        shown = [path for path in needed if f"--allow-path={path}" in container["args"]]
+        for mount in container["volumeMounts"]:
+            if mount["mountPath"] in shown and mount.get("mountPropagation") != "Bidirectional":
+                problem(name, f"the host does not see what is mounted below {mount['mountPath']}")
     for path in needed:
         if mounts.get(path) != path:
             problem(name, f"{program} needs the host's {path} at the same path")

@@ -31,11 +31,9 @@ CHART = ROOT / "deploy/chart"
 SCHEMA = CHART / "values.schema.json"
 # The parts of the chart with the flags of a program.
 PROGRAMS = ("node", "controller", "holder")
-# Flags without a value in the chart: of machines without Kubernetes, and paths that are where
-# the chart mounts them.
-NOT_IN_CHART = {
-    "allow-path", "block-lock", "config", "kms-config", "kms-secrets", "kms-token", "volumes",
-}
+# Flags without a value in the chart: paths that are where the chart mounts them, and a file of
+# flags, which are all values.
+NOT_IN_CHART = {"config", "kms-secrets", "kms-token"}
 # Keys that the code reads in any case.
 IN_ANY_CASE = re.compile("NFS")
 # The modules of the errors, by whom they concern.

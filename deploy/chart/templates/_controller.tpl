@@ -14,6 +14,7 @@
     {{- include "uring-csi.nfsArgs" . | nindent 4 }}
     {{- if .Values.ceph.enabled }}
     - --ceph-config=/etc/ceph-csi-config/config.json
+    {{- include "uring-csi.kmsArgs" . | nindent 4 }}
     - --ceph-secret=/etc/ceph-user
     {{- with .Values.ceph.instanceId }}
     - --instance-id={{ . }}

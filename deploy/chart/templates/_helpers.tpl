@@ -237,6 +237,15 @@ share{{ if . }}-{{ . }}{{ end }}
 {{- end }}
 {{- end }}
 
+{{- /* Without a key the whole ConfigMap is the configuration, a section each. */ -}}
+{{- define "uring-csi.kmsArgs" -}}
+{{- with .Values.ceph }}
+{{- if ne .kmsConfigMapKey "config.json" }}
+- --kms-config=/etc/ceph-csi-encryption-kms-config{{ with .kmsConfigMapKey }}/{{ . }}{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "uring-csi.cephMounts" -}}
 - name: clusters
   mountPath: /etc/ceph-csi-config
