@@ -109,8 +109,11 @@ def check_names():
 
 
 def check_layout():
-    """No two panels have one id, or overlap."""
+    """No two panels have one id, or overlap; and each panel says what it shows."""
     listed = json.loads(DASHBOARD.read_text())["panels"]
+    for panel in panels():
+        if not panel.get("description", "").endswith("."):
+            problem(f"panel {panel['title']!r}", "has no description")
     if len({panel["id"] for panel in listed}) < len(listed):
         problem(DASHBOARD.name, "two panels have one id")
     cells = {}
