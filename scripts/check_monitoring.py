@@ -128,9 +128,13 @@ def check_layout():
 
 
 def check_kustomization():
-    kinds = sorted(doc["kind"] for doc in kustomize([DIR.name]))
+    docs = kustomize([DIR.name])
+    kinds = sorted(doc["kind"] for doc in docs)
     if kinds != ["ConfigMap", "PrometheusRule"]:
         problem(DIR.name, f"the kustomization makes {kinds}")
+    for doc in docs:
+        if "namespace" in doc["metadata"]:
+            problem(DIR.name, f"{doc['kind']} has a namespace: kubectl refuses another by -n")
 
 
 def check_files():
