@@ -374,6 +374,23 @@ def check_placement(chart):
             problem(f"chart, {name}", f"{where}: {field} is {spec.get(field)}")
 
 
+def check_monitoring(chart):
+    """The chart's rules and dashboard are those of deploy/monitoring."""
+    values = {"metrics": {"rules": {"enabled": True}, "dashboard": {"enabled": True}}}
+    docs = render(chart, values)
+    check("chart, rules and dashboard", docs)
+    wanted = by_name(kustomize(["monitoring"]))
+    # Those have the namespace of who applies them.
+    for doc in docs:
+        doc["metadata"].pop("namespace", None)
+    made = {name: doc for name, doc in by_name(docs).items() if name in wanted}
+    compare("chart, rules and dashboard", made, wanted, ("the chart", "deploy/monitoring"))
+    values["metrics"]["rules"]["labels"] = {"release": "prometheus"}
+    (rules,) = (doc for doc in render(chart, values) if doc["kind"] == "PrometheusRule")
+    if rules["metadata"]["labels"].get("release") != "prometheus":
+        problem("chart, rules", "have not the label of metrics.rules.labels")
+
+
 def check_kms_key(chart):
     """Both agents read the key, or the whole ConfigMap."""
     at = "--kms-config=/etc/ceph-csi-encryption-kms-config"
@@ -400,6 +417,7 @@ def check_others(chart):
     check_image(chart)
     check_placement(chart)
     check_kms_key(chart)
+    check_monitoring(chart)
     for values in ACCEPTED:
         render(chart, values)
 

@@ -19,6 +19,7 @@ KUBERNETES = ["1.27", kubernetes_validate.latest_version()]
 # later than the oldest.
 WITHOUT_SCHEMA = {
     "PodMonitor",
+    "PrometheusRule",
     "VolumeAttributesClass",
     "VolumeGroupSnapshot",
     "VolumeGroupSnapshotClass",
