@@ -2,7 +2,7 @@
 """Checks that the manifests in deploy/ are consistent.
 
 Builds each kustomization (by kubectl or kustomize), validates its objects by Kubernetes'
-schemas, compares it with the same components in reverse order, and checks for errors that the
+schemas, and custom resources by those of custom_resources.json, compares it with the same components in reverse order, and checks for errors that the
 API server accepts and that only a failing pod would show: mounts of undefined volumes, mounts that would keep a volume busy, missing access
 to the host, privileges beyond docs/security.md, secrets that no role may read, undefined
 roles and accounts, roles that no sidecar needs, ports that collide or that nothing serves,
@@ -16,7 +16,7 @@ import re
 
 import yaml
 
-from manifests import DEPLOY, by_name, compare, kustomize, problem, report, schema_errors
+from manifests import CUSTOM, DEPLOY, by_name, compare, kustomize, problem, report, schema_errors
 from pod_rules import SIDECARS, check_pod, check_ports, check_restricted, served_ports
 
 # Each with its components.
@@ -279,9 +279,49 @@ def check_reasons():
                 problem(path.relative_to(DEPLOY), f"a rule has no reason: after {before.strip()}")
 
 
+# Fields whose keys are anyone's.
+FREE = ("annotations", "labels", "matchLabels", "parameters")
+
+
+def misspelt(value):
+    """Copies of an object, each with another key misspelt."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key not in ("apiVersion", "kind"):
+                yield {f"{name}s" if name == key else name: of for name, of in value.items()}
+            if key not in FREE:
+                yield from ({**value, key: changed} for changed in misspelt(item))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from ([*value[:index], changed, *value[index + 1 :]] for changed in misspelt(item))
+
+
+def check_schemas(docs):
+    """The schemas of custom resources, which are ours, find each misspelt field."""
+    of_kinds = {f"{doc['apiVersion']} {doc['kind']}": doc for doc in docs}
+    for kind in (name for name in CUSTOM["$defs"] if " " in name):
+        if kind not in of_kinds:
+            problem("custom_resources.json", f"nothing is a {kind}")
+            continue
+        for changed in misspelt(of_kinds[kind]):
+            if not any(schema_errors(changed)):
+                problem("custom_resources.json", f"{kind} may be {changed}")
+
+
+def check_monitoring():
+    """No variant has it."""
+    docs = kustomize(["monitoring"])
+    for doc in docs:
+        for error in schema_errors(doc):
+            problem(f"monitoring: {doc['kind']}", error)
+    return docs
+
+
 def check_examples(classes):
+    made = []
     for path in sorted((DEPLOY / "examples").glob("*.yaml")):
         for doc in yaml.safe_load_all(path.read_text()):
+            made.append(doc)
             for error in schema_errors(doc):
                 problem(path.name, error)
             # Empty means no class: the claim names its volume.
@@ -290,17 +330,19 @@ def check_examples(classes):
                 check_restricted(path.name, doc["spec"])
             if wanted and wanted not in classes:
                 problem(path.name, f"storage class {wanted} is not defined")
+    return made
 
 
 def main():
-    classes = set()
+    classes, custom = set(), check_monitoring()
     names = [" with ".join([overlay, *components]) for overlay, components in OVERLAYS]
     for name, (overlay, components) in zip(names, OVERLAYS):
         docs = kustomize([overlay], components)
         check(name, docs)
         check_order(name, docs, overlay, components)
         classes |= {d["metadata"]["name"] for d in docs if d["kind"] == "StorageClass"}
-    check_examples(classes)
+        custom += docs
+    check_schemas(custom + check_examples(classes))
     check_reasons()
     report(f"deploy: {', '.join(names)} and the examples are consistent")
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jsonschema
 import kubernetes_validate
 import yaml
 
@@ -15,17 +16,10 @@ DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 # From this release on the API server keeps every field of the manifests by default (the
 # last to come was CSIDriver's seLinuxMount); and the newest release with a schema.
 KUBERNETES = ["1.27", kubernetes_validate.latest_version()]
-# Kinds without a schema in some or all releases: custom resources, and kinds that came
-# later than the oldest.
-WITHOUT_SCHEMA = {
-    "PodMonitor",
-    "PrometheusRule",
-    "VolumeAttributesClass",
-    "VolumeGroupSnapshot",
-    "VolumeGroupSnapshotClass",
-    "VolumeSnapshot",
-    "VolumeSnapshotClass",
-}
+# Kinds that came later than the oldest release.
+LATER = {"VolumeAttributesClass"}
+# The fields of custom resources that we use, as their definitions have them.
+CUSTOM = json.loads((Path(__file__).parent / "custom_resources.json").read_text())
 problems = []
 
 
@@ -63,17 +57,25 @@ def objects(text):
     return [doc for doc in yaml.safe_load_all(text) if doc]
 
 
+def as_line(error):
+    return f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
+
+
 def schema_errors(doc):
     """What Kubernetes' API refuses or drops: wrong types, unknown fields."""
+    name = f"{doc['apiVersion']} {doc['kind']}"
+    if name in CUSTOM["$defs"]:
+        schema = {"$defs": CUSTOM["$defs"], **CUSTOM["$defs"][name]}
+        yield from map(as_line, jsonschema.Draft202012Validator(schema).iter_errors(doc))
+        return
     for version in KUBERNETES:
         try:
             kubernetes_validate.validate(doc, version, strict=True)
         except kubernetes_validate.ValidationError as error:
-            field = ".".join(map(str, error.absolute_path))
-            yield f"Kubernetes {version}: {field}: {error.message}"
+            yield f"Kubernetes {version}: {as_line(error)}"
         except kubernetes_validate.SchemaNotFoundError:
-            if doc["kind"] not in WITHOUT_SCHEMA:
-                yield f"Kubernetes {version} has no {doc['apiVersion']} {doc['kind']}"
+            if doc["kind"] not in LATER or version != KUBERNETES[0]:
+                yield f"Kubernetes {version} has no {name}"
 
 
 def unordered(value, field=""):
