@@ -10,10 +10,10 @@ endif
 PROFILE ?= dev
 BIN_DIR := $(or $(CARGO_TARGET_DIR),target)/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 export BIN_DIR
-# rustup's cargo, which setup.sh may just have installed, and setup.sh's kustomize, OpenBao,
-# prometheus and PyKMIP.
+# rustup's cargo, which setup.sh may just have installed, and setup.sh's cargo-cyclonedx,
+# kustomize, OpenBao, prometheus and PyKMIP.
 TARGET := $(abspath $(BIN_DIR)/..)
-UNPACKED := $(TARGET)/kustomize/usr/bin:$(TARGET)/openbao:$(TARGET)/prometheus/usr/bin:$(TARGET)/pykmip
+UNPACKED := $(TARGET)/cyclonedx/bin:$(TARGET)/kustomize/usr/bin:$(TARGET)/openbao:$(TARGET)/prometheus/usr/bin:$(TARGET)/pykmip
 export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH):$(UNPACKED)
 
 # setup.sh's, with the packages of scripts/requirements.txt.

@@ -5,8 +5,8 @@
 # here, by mmdebstrap and of this machine's Rust toolchain, under the names that the
 # Containerfiles use, and only where they are missing.
 #
-# Run as root, with buildah, podman, crun, mmdebstrap and rustup; for another
-# architecture, with arch-test and qemu-user-static. Images, base images and the build's
+# Run as root, with buildah, podman, crun, mmdebstrap, rustup, Syft and cargo-cyclonedx; for
+# another architecture, with arch-test and qemu-user-static. Images, base images and the build's
 # cache stay below target/images, apart from the machine's own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -81,6 +81,18 @@ list_packages() {
   podman image unmount "$name" >/dev/null
 }
 
+# Without a list there is nothing to release, and the build takes long.
+sbom=$dir/sbom syft=$(realpath -m "${CARGO_TARGET_DIR:-target}")/syft/bin/syft
+[[ -x $syft ]] || {
+  echo "images: $syft is missing, which lists the packages of the images: scripts/setup.sh" \
+    "images installs it, from PyPI" >&2
+  exit 1
+}
+command -v cargo-cyclonedx >/dev/null || {
+  echo "images: cargo-cyclonedx is missing, which lists the crates of the programs: make images" \
+    "builds it, from crates.io, or: cargo install cargo-cyclonedx" >&2
+  exit 1
+}
 for arch; do
   [[ $arch == "$native" ]] || arch-test "$arch" >/dev/null || {
     echo "images: this machine runs no programs of $arch; register qemu-user-static, by" \
@@ -108,22 +120,13 @@ for arch; do
   done
 done
 
-sbom=$dir/sbom syft=$(realpath -m "${CARGO_TARGET_DIR:-target}")/syft/bin/syft
 mkdir -p "$sbom"
-if [[ -x $syft ]]; then
-  for arch; do
-    for image in node controller holder nbd-server; do list_packages "$arch" "$image"; done
-  done
-else
-  echo "the packages of the images were not listed: Syft is missing"
-fi
-if command -v cargo-cyclonedx >/dev/null; then
-  scripts/sbom.sh "$sbom/uring-csi.cdx.json"
-else
-  echo "the crates of the programs were not listed: cargo-cyclonedx is missing"
-fi
+for arch; do
+  for image in node controller holder nbd-server; do list_packages "$arch" "$image"; done
+done
+scripts/sbom.sh "$sbom/uring-csi.cdx.json"
 for list in "$sbom"/*.cdx.json; do
-  [[ ! -e $list ]] || echo "$list: $(grep -o '"purl":' "$list" | wc -l) components"
+  echo "$list: $(grep -o '"purl":' "$list" | wc -l) components"
 done
 
 for arch; do

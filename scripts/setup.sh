@@ -222,6 +222,14 @@ check_syft() {
   fi
 }
 
+# cargo-cyclonedx lists the crates of the programs.
+check_cyclonedx() {
+  command -v cargo-cyclonedx >/dev/null && return
+  printf 'setup: building cargo-cyclonedx into %s\n' "$cyclonedx"
+  nice cargo install --quiet --locked --root "$cyclonedx" cargo-cyclonedx@0.5.9 ||
+    echo "setup: without cargo-cyclonedx the crates of images are not listed" >&2
+}
+
 # The checks of manifests and documents need packages that Debian does not have.
 check_python() {
   local wanted=scripts/requirements.txt
@@ -254,13 +262,14 @@ if [[ ${1:-} == --list ]]; then
   exit
 fi
 part=${1:-test}
+cyclonedx=${CARGO_TARGET_DIR:-target}/cyclonedx
 kustomize=${CARGO_TARGET_DIR:-target}/kustomize
 openbao=${CARGO_TARGET_DIR:-target}/openbao
 prometheus=${CARGO_TARGET_DIR:-target}/prometheus
 pykmip=${CARGO_TARGET_DIR:-target}/pykmip
 python=${CARGO_TARGET_DIR:-target}/python
 syft=${CARGO_TARGET_DIR:-target}/syft
-PATH=$PATH:$(realpath -m "$kustomize/usr/bin"):$(realpath -m "$openbao"):$(realpath -m "$prometheus/usr/bin"):$(realpath -m "$pykmip")
+PATH=$PATH:$(realpath -m "$cyclonedx/bin"):$(realpath -m "$kustomize/usr/bin"):$(realpath -m "$openbao"):$(realpath -m "$prometheus/usr/bin"):$(realpath -m "$pykmip")
 PATH=${CARGO_HOME:-$HOME/.cargo}/bin:$PATH
 install_packages
 check_cargo
@@ -268,7 +277,10 @@ if [[ $part == test ]]; then
   check_openbao
   check_pykmip
 fi
-if [[ $part == images ]]; then check_syft; fi
+if [[ $part == images ]]; then
+  check_syft
+  check_cyclonedx
+fi
 if [[ $part == lint ]]; then
   check_linters
   check_kustomize
