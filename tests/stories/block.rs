@@ -36,8 +36,7 @@ pub async fn read_only_for_a_while(node: &Node, volume: &Volume) {
     }
     node.restart_without_records().await;
     node.unpublish(volume, "reader").await.unwrap();
-    node.publish(volume, "writer").await.unwrap();
-    let target = node.target(volume, "writer");
+    let target = node.up(volume, "writer").await;
     Content::new("y").write_at(&target, 0).unwrap();
     node.down(volume, "writer").await;
 }
