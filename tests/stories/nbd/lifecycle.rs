@@ -92,17 +92,7 @@ fn a_raw_volume_is_read_only_for_a_while() {
     nbd_story(async |sandbox| {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
-        let volume = blank(sandbox, &server, "v", "block");
-        read_only_for_a_while(&node, &volume).await;
-        // The device tells its volume, so that it needs no stage after its records are lost.
-        node.stage(&volume).await.unwrap();
-        node.publish_read_only(&volume, "reader").await.unwrap();
-        node.restart_without_records().await;
-        node.unpublish(&volume, "reader").await.unwrap();
-        node.publish(&volume, "writer").await.unwrap();
-        let written = Content::new("z").write_at(&node.target(&volume, "writer"), 0);
-        written.unwrap();
-        node.down(&volume, "writer").await;
+        read_only_for_a_while(&node, &blank(sandbox, &server, "v", "block")).await;
         node.assert_clean().await;
     });
 }
