@@ -354,8 +354,15 @@ fn address_vector(address: &str) -> String {
     format!("[v2:{address}:3300/0,v1:{address}:6789/0]")
 }
 
+/// Runs a program that may be repeated. ceph-mon 16.2 crashes at times while it ends, in a
+/// thread of RocksDB, after its work.
 fn done(mut command: Command) {
-    assert!(command.status().expect("a program").success());
+    let ends_well = |_| {
+        let status = command.status().expect("a program");
+        assert!(status.success() || status.signal().is_some(), "{status}");
+        status.success()
+    };
+    assert!((0..3).any(ends_well), "{command:?} crashes each time");
 }
 
 fn end(daemon: &mut Child) {
