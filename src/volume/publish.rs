@@ -117,7 +117,10 @@ impl Publishing<'_> {
                 }
                 self.refuse_other_access(&place, &mounted)?;
                 if self.record.usage == Use::Block {
-                    self.mark(&self.record.attached_device()?)?;
+                    let device = self.record.attached_device()?;
+                    if !self.is_as_requested(&device)? {
+                        self.mark(&device)?;
+                    }
                 }
                 already("publish", Done::Already);
                 return Ok(Done::Already);
@@ -307,9 +310,6 @@ impl Publishing<'_> {
 
     /// Makes the device refuse writes, or take them.
     fn mark(self, device: &Device) -> Result<(), Cause> {
-        if self.is_as_requested(device)? {
-            return Ok(());
-        }
         let set = || device::read_only_mark::set(&device.block(), self.read_only);
         Ok(self.cx.step("set-ro", set)?)
     }

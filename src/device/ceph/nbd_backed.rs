@@ -29,6 +29,13 @@ use crate::{
 
 /// The device of a volume that rbd-nbd serves.
 pub fn device(volume_id: &str) -> Result<Option<Device>, DeviceError> {
+    Ok(device_and_server(volume_id)?.map(|(device, _)| device))
+}
+
+/// The device with the process that serves it, if there is one.
+fn device_and_server(
+    volume_id: &str,
+) -> Result<Option<(Device, Option<DaemonProcess>)>, DeviceError> {
     let found = NbdDevice::attached_as(volume_id).map_err(io("look at the NBD devices"))?;
     let Some(device) = found else {
         return Ok(None);
@@ -36,10 +43,11 @@ pub fn device(volume_id: &str) -> Result<Option<Device>, DeviceError> {
     let mut lower = lower(device, volume_id);
     // What the kernel shows may be a mark.
     let server = server_of(volume_id).map_err(io("look at the processes"))?;
-    if let Some((_, server)) = server {
+    let server = server.map(|(_, server)| server);
+    if let Some(server) = &server {
         lower.read_only = server.read_only;
     }
-    as_it_is_shown(lower).map(Some)
+    Ok(Some((as_it_is_shown(lower)?, server)))
 }
 
 /// Whether rbd-nbd has the volume's device.
@@ -48,7 +56,7 @@ pub fn is_nbd_backed(volume_id: &str) -> Result<bool, CephImageError> {
     Ok(found.is_some())
 }
 
-/// The same with its source: the image from the supervisor, from the daemon's command
+/// The device with its source: the image from the supervisor, from the daemon's command
 /// line, or else from the stage file. ceph-csi's daemons end with its pod, and then only
 /// its stage file is left.
 pub fn find(
@@ -56,17 +64,14 @@ pub fn find(
     volume_id: &str,
     recorded: Option<ImageSpec>,
 ) -> Result<Option<FoundDevice>, DeviceError> {
-    let Some(device) = device(volume_id)? else {
+    let Some((device, server)) = device_and_server(volume_id)? else {
         if is_being_mapped(supervisor, volume_id)? {
             return Err(CephImageError::BeingMapped.into());
         }
         return Ok(None);
     };
-    let mut name = supervisor.and_then(|supervisor| supervisor.image(volume_id));
-    if name.is_none() {
-        let server = server_of(volume_id).map_err(io("look at the processes"))?;
-        name = server.map(|(_, server)| server.image);
-    }
+    let name = supervisor.and_then(|supervisor| supervisor.image(volume_id));
+    let name = name.or_else(|| Some(server?.image));
     let Some(image) = name.as_deref().and_then(named).or(recorded) else {
         tracing::warn!(volume_id, node = %device.node.display(), "no record of the image behind this NBD device");
         return Ok(None);
