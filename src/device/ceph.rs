@@ -301,8 +301,7 @@ pub struct BoundCephImage<'a> {
 
 impl BoundCephImage<'_> {
     /// Registers the client of a mapped image, and decrypts it. Clears a mark that was left on
-    /// the device's number. Returns the decrypted
-    /// mapping, if any, and the format marker.
+    /// the device's number. Returns the decrypted mapping, if any, and the format marker.
     fn open(
         &self,
         known: &Known<'_>,

@@ -104,15 +104,12 @@ pub fn announce(names: &[&'static str]) {
 
 /// Sets the gauges of the calls under way.
 pub fn report() {
-    for (
-        method,
-        Method {
-            under_way: calls, ..
-        },
-    ) in methods().iter()
-    {
-        let oldest = calls.first_key_value().map(|(_, begun)| begun.elapsed());
-        gauge!(name::CALLS_IN_FLIGHT, "method" => *method).set(as_gauge(calls.len()));
+    for (method, calls) in methods().iter() {
+        let under_way = &calls.under_way;
+        let oldest = under_way
+            .first_key_value()
+            .map(|(_, begun)| begun.elapsed());
+        gauge!(name::CALLS_IN_FLIGHT, "method" => *method).set(as_gauge(under_way.len()));
         gauge!(name::OLDEST_CALL_AGE, "method" => *method)
             .set(oldest.unwrap_or_default().as_secs_f64());
     }
