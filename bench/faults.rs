@@ -1,7 +1,8 @@
-//! What the others wait for while eight volumes hang, beside the same without the
-//! fault: the rounds alternate, and in both the eight are called for again and again.
+//! What the others wait for while eight volumes hang (`faults/rounds.rs`): each file, pool,
+//! server or OSD that can.
 
 use std::{
+    env,
     fs::File,
     io::Write as _,
     os::{
@@ -9,106 +10,129 @@ use std::{
         unix::fs::OpenOptionsExt as _,
     },
     process::ChildStderr,
-    time::{Duration, Instant},
 };
 
-use futures_util::{StreamExt as _, future::join_all, stream};
 use testkit::{
-    DeadNfsServer, DeadOsd, DeadServer, Fault, HEALTHY, HungDirectories, HungFiles, HungPool, Node,
-    NodeSetup, Phase, Sandbox, Volume, call_in_phase, free_port, healthy_volumes, idle_clients,
-    own_cluster_story, story,
+    DeadNfsServer, DeadOsd, DeadServer, Fault, HungDirectories, HungFiles, HungPool, Node,
+    NodeSetup, Phase, Volume, can_resize_ext4, free_port, idle_clients, own_cluster_story, story,
 };
 use tokio::{net::unix::pipe::Receiver, task::JoinHandle};
 
-/// p99 of a whole life beside the fault, in those without it, is at most this.
-const LIMIT: f64 = 1.2;
-/// Of the others, so many live at once.
-const AT_ONCE: usize = 8;
-/// A volume that hangs is asked for so often.
-const PAUSE: Duration = Duration::from_millis(100);
-const CALLS: [&str; 6] = [
-    "stage",
-    "publish",
-    "stats",
-    "unpublish",
-    "unstage",
-    "whole life",
-];
-const KIND: &str = "ext4";
+mod rounds;
+
+use Phase::{Growth, Mount, Probe, Publish, Unmount, Unpublish, Use};
+use rounds::{KIND, others};
+
 /// Clients of `/metrics` that send nothing.
 const IDLE: usize = 2000;
 
-/// How long each call of each life took.
-#[derive(Default)]
-struct Times([Vec<Duration>; CALLS.len()]);
-
 /// Whether it is only to be seen that it runs.
 pub fn is_quick() -> bool {
-    std::env::args().any(|arg| arg == "--quick")
+    env::args().any(|arg| arg == "--quick")
+}
+
+/// What is to hang: FAULTS, which `scripts/bench.sh` checks.
+fn choice() -> String {
+    env::var("FAULTS").unwrap_or_default().to_lowercase()
 }
 
 /// Whether nothing is to hang (FAULTS=0).
 pub fn are_left_out() -> bool {
-    std::env::var("FAULTS").is_ok_and(|faults| faults == "0")
+    choice() == "0"
+}
+
+/// Whether these are the only cases (FAULTS=only, or the name of a phase).
+pub fn are_alone() -> bool {
+    !["", "0"].contains(&&*choice())
+}
+
+/// Those of the phases in which something is to hang.
+fn chosen(phases: &[Phase]) -> Vec<Phase> {
+    let choice = choice();
+    let is_every = ["", "only"].contains(&&*choice);
+    let is_named = |phase: Phase| format!("{phase:?}").to_lowercase() == choice;
+    let phases = phases.iter().copied();
+    phases
+        .filter(|phase| is_every || is_named(*phase))
+        .collect()
+}
+
+/// The same on the test kernel, which is slow: there one shows that it runs.
+fn some(phases: &[Phase]) -> Vec<Phase> {
+    let mut phases = chosen(phases);
+    if is_quick() {
+        phases.truncate(1);
+    }
+    phases
+}
+
+/// The file system of volumes that hang.
+fn kind(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Growth if !can_resize_ext4() => "xfs",
+        _ => KIND,
+    }
 }
 
 /// Prints a table for each thing that can hang on any machine; whether all kept
 /// within [`LIMIT`].
 pub fn of_files() -> bool {
-    use Phase::{Mount, Probe, Publish, Unmount, Unpublish, Use};
-
     let mut kept = true;
-    for phase in [Probe, Mount, Use, Unmount] {
+    for phase in chosen(&[Probe, Mount, Use, Unmount, Growth]) {
         story(async |sandbox| {
-            let fault = HungFiles::new(sandbox, KIND);
+            let fault = HungFiles::new(sandbox, kind(phase));
             let node = Node::start(sandbox).await;
             kept &= others(sandbox, &node, fault, "on files", phase).await;
         });
     }
-    for phase in [Probe, Use, Unmount] {
+    for phase in chosen(&[Probe, Use, Unmount, Growth]) {
         story(async |sandbox| {
-            let fault = HungPool::new(sandbox, KIND);
+            let fault = HungPool::new(sandbox, kind(phase));
             let node = Node::start_with(sandbox, HungPool::setup(sandbox)).await;
             kept &= others(sandbox, &node, fault, "in a pool", phase).await;
         });
     }
-    story(async |sandbox| {
-        let files = HungFiles::new(sandbox, KIND);
-        let node = Node::prepare(sandbox, NodeSetup::new(sandbox));
-        node.leave_log_unread();
-        node.restart().await;
-        let log = node.take_log_pipe();
-        let mut reader = Some(read(&log));
-        let besides = async |hangs: bool| {
-            if let Some(reader) = reader.take() {
-                reader.abort();
-            }
-            if hangs {
-                fill(&log);
-            } else {
-                reader = Some(read(&log));
-            }
-        };
-        let fault = HungBeside { files, besides };
-        kept &= others(sandbox, &node, fault, "on files, the log unread", Probe).await;
-    });
-    story(async |sandbox| {
-        let files = HungFiles::new(sandbox, KIND);
-        let port = free_port();
-        let listen = format!("--metrics-listen=127.0.0.1:{port}");
-        let node = Node::start_with(sandbox, NodeSetup::new(sandbox).arg(&listen)).await;
-        let mut idle = Vec::new();
-        let besides = async |hangs: bool| {
-            idle.clear();
-            if hangs {
-                idle = idle_clients(port, IDLE).await;
-            }
-        };
-        let fault = HungBeside { files, besides };
-        let name = format!("on files, {IDLE} idle clients of /metrics");
-        kept &= others(sandbox, &node, fault, &name, Unmount).await;
-    });
-    for phase in [Publish, Unpublish] {
+    for phase in chosen(&[Probe]) {
+        story(async |sandbox| {
+            let files = HungFiles::new(sandbox, KIND);
+            let node = Node::prepare(sandbox, NodeSetup::new(sandbox));
+            node.leave_log_unread();
+            node.restart().await;
+            let log = node.take_log_pipe();
+            let mut reader = Some(read(&log));
+            let besides = async |hangs: bool| {
+                if let Some(reader) = reader.take() {
+                    reader.abort();
+                }
+                if hangs {
+                    fill(&log);
+                } else {
+                    reader = Some(read(&log));
+                }
+            };
+            let fault = HungBeside { files, besides };
+            kept &= others(sandbox, &node, fault, "on files, the log unread", phase).await;
+        });
+    }
+    for phase in chosen(&[Unmount]) {
+        story(async |sandbox| {
+            let files = HungFiles::new(sandbox, KIND);
+            let port = free_port();
+            let listen = format!("--metrics-listen=127.0.0.1:{port}");
+            let node = Node::start_with(sandbox, NodeSetup::new(sandbox).arg(&listen)).await;
+            let mut idle = Vec::new();
+            let besides = async |hangs: bool| {
+                idle.clear();
+                if hangs {
+                    idle = idle_clients(port, IDLE).await;
+                }
+            };
+            let fault = HungBeside { files, besides };
+            let name = format!("on files, {IDLE} idle clients of /metrics");
+            kept &= others(sandbox, &node, fault, &name, phase).await;
+        });
+    }
+    for phase in chosen(&[Publish, Unpublish]) {
         story(async |sandbox| {
             let mut node = Node::prepare(sandbox, NodeSetup::new(sandbox));
             let fault = HungDirectories::new(sandbox, &node, &["pod"], KIND);
@@ -122,9 +146,9 @@ pub fn of_files() -> bool {
 /// The same of NBD servers that die.
 pub fn of_servers() -> bool {
     let mut kept = true;
-    for phase in some(&[Phase::Use, Phase::Probe, Phase::Mount, Phase::Unmount]) {
+    for phase in some(&[Use, Probe, Mount, Unmount, Growth]) {
         story(async |sandbox| {
-            let fault = DeadServer::new(sandbox, KIND, phase).await;
+            let fault = DeadServer::new(sandbox, kind(phase), phase).await;
             let node = Node::start(sandbox).await;
             kept &= others(sandbox, &node, fault, "on an NBD server", phase).await;
         });
@@ -135,9 +159,9 @@ pub fn of_servers() -> bool {
 /// The same of a pool on a device of device-mapper that is suspended.
 pub fn of_mapped() -> bool {
     let mut kept = true;
-    for phase in some(&[Phase::Probe, Phase::Unmount]) {
+    for phase in some(&[Probe, Unmount, Growth]) {
         story(async |sandbox| {
-            let fault = HungPool::mapped(sandbox, KIND);
+            let fault = HungPool::mapped(sandbox, kind(phase));
             let node = Node::start_with(sandbox, HungPool::setup(sandbox)).await;
             kept &= others(sandbox, &node, fault, "on a suspended device", phase).await;
         });
@@ -148,7 +172,7 @@ pub fn of_mapped() -> bool {
 /// The same of an NFS server that dies, or hangs.
 pub fn of_nfs_servers() -> bool {
     let mut kept = true;
-    for phase in some(&[Phase::Mount, Phase::Use, Phase::Unmount]) {
+    for phase in some(&[Mount, Use, Unmount]) {
         story(async |sandbox| {
             let fault = DeadNfsServer::new(sandbox).await;
             let node = Node::start(sandbox).await;
@@ -161,10 +185,10 @@ pub fn of_nfs_servers() -> bool {
 /// The same of a Ceph cluster whose OSD stops.
 pub fn of_osds() -> bool {
     let mut kept = true;
-    for phase in some(&[Phase::Use, Phase::Probe, Phase::Unmount]) {
+    for phase in some(&[Use, Probe, Unmount, Growth]) {
         own_cluster_story(async |sandbox, ceph| {
             let node = ceph.node(sandbox).await;
-            let fault = DeadOsd::new(ceph, KIND);
+            let fault = DeadOsd::new(ceph, kind(phase));
             kept &= others(sandbox, &node, fault, "on an OSD", phase).await;
         });
     }
@@ -214,153 +238,4 @@ fn fill(log: &ChildStderr) {
         .open(format!("/proc/self/fd/{}", log.as_raw_fd()))
         .expect("the pipe's other end");
     while pipe.write(b"\n").is_ok() {}
-}
-
-/// The test kernel is slow: there one shows that it runs.
-fn some(phases: &[Phase]) -> impl Iterator<Item = Phase> {
-    let many = if is_quick() { 1 } else { phases.len() };
-    phases.iter().copied().take(many)
-}
-
-/// Prints the table; whether [`LIMIT`] was kept.
-async fn others(
-    sandbox: &Sandbox,
-    node: &Node,
-    mut fault: impl Fault,
-    name: &str,
-    phase: Phase,
-) -> bool {
-    let rounds = if is_quick() { 2 } else { 40 };
-    let affected = fault.affected().to_vec();
-    let others = healthy_volumes(sandbox, KIND);
-    // All are formatted.
-    live(node, &others, &mut Times::default()).await;
-    let [mut without, mut with] = [(); 2].map(|()| Times::default());
-    for _ in 0..rounds {
-        for (hangs, times) in [(false, &mut without), (true, &mut with)] {
-            up(node, &affected, phase).await;
-            if hangs {
-                fault.stop(phase).await;
-            }
-            join_all(
-                affected
-                    .iter()
-                    .map(|volume| call_in_phase(node, volume, phase)),
-            )
-            .await;
-            if hangs {
-                fault.while_calls_hang(phase).await;
-            }
-            beside(node, &affected, phase, live(node, &others, times)).await;
-            if hangs {
-                fault.resume().await;
-            }
-            down(node, &affected, phase).await;
-        }
-    }
-    println!(
-        "\n| {HEALTHY} volumes while {} hang {name}, {phase:?} | p50 | without | ratio | p99 | without | ratio |",
-        affected.len()
-    );
-    println!("| --- | ---: | ---: | ---: | ---: | ---: | ---: |");
-    let mut ratio = 0.0;
-    for (call, (with, without)) in CALLS.iter().zip(with.0.iter().zip(&without.0)) {
-        print!("| {call}");
-        for percent in [50, 99] {
-            let [with, without] = [with, without].map(|times| percentile(times, percent));
-            // The last is that of whole lives.
-            ratio = with.as_secs_f64() / without.as_secs_f64();
-            print!(" | {with:.1?} | {without:.1?} | {ratio:.2}");
-        }
-        println!(" |");
-    }
-    if ratio > LIMIT {
-        println!("p99 of a whole life is more than {LIMIT} times what it is without the fault");
-    }
-    ratio <= LIMIT
-}
-
-/// Brings volumes to that phase of their lives.
-async fn up(node: &Node, volumes: &[Volume], phase: Phase) {
-    join_all(volumes.iter().map(async |volume| {
-        let target = node.up(volume, "pod").await;
-        match phase {
-            Phase::Probe | Phase::Mount => node.down(volume, "pod").await,
-            Phase::Publish => node.unpublish(volume, "pod").await.expect("unpublished"),
-            // Of a server that dies, the last ones are the answer.
-            Phase::Use => drop(node.stats(volume, &target).await.expect("stats")),
-            // Which is written when it is unmounted.
-            Phase::Unmount => std::fs::write(target.join("late"), "late").expect("a write"),
-            _ => {}
-        }
-    }))
-    .await;
-}
-
-/// Ends the lives of volumes that have hung.
-async fn down(node: &Node, volumes: &[Volume], phase: Phase) {
-    join_all(volumes.iter().map(async |volume| {
-        node.retry_until_ok("what it waited for", async || {
-            call_in_phase(node, volume, phase).await
-        })
-        .await;
-        node.retry_until_ok("unpublished", async || node.unpublish(volume, "pod").await)
-            .await;
-        node.retry_until_ok("unstaged", async || node.unstage(volume).await)
-            .await;
-    }))
-    .await;
-}
-
-/// Does `work` while the volumes are called for again and again.
-async fn beside(node: &Node, volumes: &[Volume], phase: Phase, work: impl Future<Output = ()>) {
-    let calls = volumes.iter().map(async |volume| {
-        loop {
-            let _ = call_in_phase(node, volume, phase).await;
-            tokio::time::sleep(PAUSE).await;
-        }
-    });
-    tokio::select! {
-        () = work => (),
-        _ = join_all(calls) => unreachable!("they are asked without end"),
-    }
-}
-
-async fn live(node: &Node, volumes: &[Volume], times: &mut Times) {
-    let lives: Vec<_> = stream::iter(volumes)
-        .map(|volume| life(node, volume))
-        .buffer_unordered(AT_ONCE)
-        .collect()
-        .await;
-    for life in lives {
-        let all = life.iter().sum();
-        for (of_call, took) in times.0.iter_mut().zip(life.into_iter().chain([all])) {
-            of_call.push(took);
-        }
-    }
-}
-
-async fn life(node: &Node, volume: &Volume) -> [Duration; CALLS.len() - 1] {
-    let target = node.target(volume, "pod");
-    let mut last = Instant::now();
-    let mut took = || {
-        let begun = std::mem::replace(&mut last, Instant::now());
-        last - begun
-    };
-    node.stage(volume).await.expect("staged");
-    let stage = took();
-    node.publish(volume, "pod").await.expect("published");
-    let publish = took();
-    node.stats(volume, &target).await.expect("stats");
-    let stats = took();
-    node.unpublish(volume, "pod").await.expect("unpublished");
-    let unpublish = took();
-    node.unstage(volume).await.expect("unstaged");
-    [stage, publish, stats, unpublish, took()]
-}
-
-fn percentile(times: &[Duration], percent: usize) -> Duration {
-    let mut sorted = times.to_vec();
-    sorted.sort();
-    sorted[(sorted.len() - 1) * percent / 100]
 }

@@ -4,11 +4,27 @@
 # the node), `nfs` and `mapped` (device-mapper), on the test kernel (tests/kernel/in.sh), or
 # with HOST_KERNEL=1 on this machine's. The last two only see what others wait for while they
 # hang, and do not run with QUICK=1 or FAULTS=0 unless ONLY names them.
-# ONLY=nbd runs one of them, QUICK=1 a short form; FAULTS=0 leaves out the volumes that hang.
+# ONLY=nbd runs one of them, QUICK=1 a short form; FAULTS=0 leaves out the volumes that hang,
+# FAULTS=only all else, FAULTS=growth also those that hang in other phases of their lives.
 # PROFILE=dev uses the tests' build, which shows that the benches run, but gives no usable
 # numbers. UPDATE=1 copies the numbers into PERFORMANCE.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+case ${FAULTS:-} in
+  "" | 0 | only) ;;
+  probe | mount | publish | use | unpublish | unmount | growth)
+    # The rows of a backend are replaced together.
+    [[ -z ${UPDATE:-} ]] || {
+      echo "UPDATE=1 takes every phase: FAULTS=only" >&2
+      exit 1
+    }
+    ;;
+  *)
+    echo "FAULTS=$FAULTS: there are 0, only, and the phases of a volume's life" >&2
+    exit 1
+    ;;
+esac
 
 bench=$(
   cargo bench --profile "${PROFILE:-bench}" --bench node --no-run --message-format=json-render-diagnostics |
@@ -26,7 +42,9 @@ failed=()
 for backend in loop pools ceph nbd rbd nfs mapped; do
   [[ ${ONLY:-$backend} == "$backend" ]] || continue
   if [[ $backend == nfs || $backend == mapped ]] && [[ -z ${ONLY:-} ]] &&
-    [[ -n ${QUICK:-} || ${FAULTS:-} == 0 ]]; then continue; fi
+    [[ -n ${QUICK:-} && -z ${FAULTS:-} || ${FAULTS:-} == 0 ]]; then continue; fi
+  # Nothing of these hangs.
+  if [[ $backend == pools || $backend == ceph ]] && [[ ${FAULTS:-0} != 0 ]]; then continue; fi
   known=1
   if [[ $backend == loop || $backend == pools || $backend == ceph ]]; then
     run=(env BACKEND="$backend" "${command[@]}")
@@ -41,7 +59,7 @@ for backend in loop pools ceph nbd rbd nfs mapped; do
     failed+=("$backend")
   fi
   # One that is above a limit has measured nevertheless.
-  if grep -q '^| backend | case' "$output/$backend"; then measured+=("$output/$backend"); fi
+  if grep -q -e '^| backend | case' -e '^| [0-9]* volumes while' "$output/$backend"; then measured+=("$output/$backend"); fi
 done
 [[ -n $known ]] || {
   echo "there is no bench for the backend '$ONLY'" >&2

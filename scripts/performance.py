@@ -3,12 +3,13 @@
 
 The arguments are files with the output of one backend's bench each, named as the backend.
 The rows of these backends replace theirs in the tables between the comments `<!-- cases -->`,
-`<!-- volumes BACKEND -->` and the next blank line after a table; of the table of aims, each
+`<!-- faults -->`, `<!-- volumes BACKEND -->` and `<!-- end -->`; of the table of aims, each
 row whose aim is a case that was measured gets its number. README.md's ratios are made of the
 table of cases; `--check` fails where they are not its.
 """
 
 import datetime
+import itertools
 import os
 import re
 import sys
@@ -38,6 +39,11 @@ def row(these):
     return f"| {' | '.join(these)} |".replace("|  |", "| |")
 
 
+def table_of(lines):
+    """The lines of the table that they begin with."""
+    return list(itertools.takewhile(lambda line: line.startswith("|"), lines))
+
+
 class Run:
     """What the bench of one backend printed."""
 
@@ -50,20 +56,25 @@ class Run:
             if line.startswith(f"| {self.backend} |") and any(cells(line)[-2:])
         ]
         self.volumes = []
+        self.faults = []
         self.measured = {}
         for number, line in enumerate(lines):
             ratio = re.fullmatch(rf"([\d.]+) {self.backend} (.*?)(  <- .*)?", line)
             if ratio:
                 self.measured[ratio[2]] = ratio[1]
             if line.startswith("| ") and cells(line)[0].endswith(MANY):
-                self.add_volumes(lines[number:])
+                self.add_volumes(table_of(lines[number:]))
+            if fault := re.match(r"\| \d+ volumes while \d+ hang ([^|]*) \|", line):
+                self.add_fault(fault[1], table_of(lines[number:]))
 
-    def add_volumes(self, lines):
-        table = []
-        for line in lines:
-            if not line.startswith("|"):
-                break
-            table.append(line)
+    def add_fault(self, name, table):
+        """A row of the calls of the others, which are the median and p99, each with a ratio."""
+        calls = {call: values for call, *values in map(cells, table[2:])}
+        p50, _, p50_ratio, p99, without, p99_ratio = calls["whole life"]
+        these = [self.backend, name, p50, p50_ratio, p99, without, p99_ratio, calls["stage"][-1]]
+        self.faults.append(row(these))
+
+    def add_volumes(self, table):
         title, *numbers = cells(table[0])
         for line in table[2:]:
             name, *values = cells(line)
@@ -76,10 +87,10 @@ class Run:
         """The line that says how and where this was measured."""
         models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
         kernel = f"Linux {os.uname().release}"
-        if self.backend in ("nbd", "rbd") and os.environ.get("HOST_KERNEL") != "1":
+        if self.backend in ("nbd", "rbd", "nfs", "mapped") and os.environ.get("HOST_KERNEL") != "1":
             kernel = f"the test kernel on {kernel}"
         short = " QUICK=1" if os.environ.get("QUICK") else ""
-        short += " FAULTS=0" if os.environ.get("FAULTS") == "0" else ""
+        short += f" FAULTS={faults}" if (faults := os.environ.get("FAULTS")) else ""
         profile = os.environ.get("PROFILE", "")
         build = f" PROFILE={profile}" if profile and profile != "bench" else ""
         load = round(os.getloadavg()[2])
@@ -99,15 +110,15 @@ def replaced(text, comment, make):
     return f"{before}{found}\n{new}\n\n{end}{after}"
 
 
-def with_cases(run):
-    """The table of all cases, with those of the run in place of the backend's old ones."""
+def with_rows(run, new):
+    """A table of all backends, with the rows of the run in place of the backend's old ones."""
 
     def made(old):
         is_ours = re.compile(rf"(\| {run.backend} \||- {run.backend}:)").match
         kept = [line for line in old if line and not is_ours(line)]
         notes = sorted([*(line for line in kept if line.startswith("- ")), run.where()])
         table = [line for line in kept if line.startswith("|")]
-        rows = sorted([*table[2:], *run.cases], key=lambda line: cells(line)[0])
+        rows = sorted([*table[2:], *new], key=lambda line: cells(line)[0])
         return [*notes, "", *table[:2], *rows]
 
     return made
@@ -152,7 +163,9 @@ def main():
             sys.exit("README.md's ratios are not PERFORMANCE.md's: run scripts/performance.py")
         return
     for run in map(Run, map(Path, sys.argv[1:])):
-        text = replaced(text, "cases", with_cases(run))
+        for comment, rows in (("cases", run.cases), ("faults", run.faults)):
+            if rows:
+                text = replaced(text, comment, with_rows(run, rows))
         if run.volumes:
             text = replaced(text, f"volumes {run.backend}", lambda _, run=run: [run.where(), "", *run.volumes])
         text = with_aims(text, run.measured)

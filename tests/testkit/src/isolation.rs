@@ -121,12 +121,15 @@ pub async fn call_in_phase(node: &Node, volume: &Volume, phase: Phase) -> Result
                 .await?;
             node.with_timeout(DEADLINE, node.unstage(volume)).await
         }
-        Phase::Growth => {
-            let bytes = 2 * bytes_for(volume.fs_type());
-            let growth = node.expand(volume, &target, bytes);
-            node.with_timeout(DEADLINE, growth).await.map(drop)
-        }
+        Phase::Growth => grow_in_phase(node, volume, 2 * bytes_for(volume.fs_type())).await,
     }
+}
+
+/// The same of a volume whose source has grown to so many bytes.
+pub async fn grow_in_phase(node: &Node, volume: &Volume, bytes: u64) -> Result<(), Status> {
+    let target = node.target(volume, "pod");
+    let growth = node.expand(volume, &target, bytes);
+    node.with_timeout(DEADLINE, growth).await.map(drop)
 }
 
 /// Makes `many` calls to each affected volume. While the fault lasts none may get a final

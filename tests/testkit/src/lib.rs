@@ -68,7 +68,9 @@ pub use faults::{
     DeadNfsServer, DeadOsd, DeadServer, Fault, HungDirectories, HungFiles, HungPool, Phase,
     bytes_for,
 };
-pub use isolation::{HEALTHY, assert_fault_isolated, call_in_phase, healthy_volumes};
+pub use isolation::{
+    HEALTHY, assert_fault_isolated, call_in_phase, grow_in_phase, healthy_volumes,
+};
 pub use kmip::KmipServer;
 pub use leaks::{files_below, mounts_below};
 pub use lifecycle::{
