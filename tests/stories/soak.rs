@@ -4,7 +4,10 @@
 use std::cell::Cell;
 
 use futures_util::future::join_all;
-use testkit::{Content, MIB, Node, Rng, Sandbox, Volume, story};
+use testkit::{
+    Content, MIB, NbdServer, NfsServer, Node, Rng, Sandbox, Volume, can_use_nfs, ceph_story,
+    kernel_has_nbd, story,
+};
 use tonic::{Code, Status};
 
 const CALLERS: usize = 64;
@@ -21,26 +24,83 @@ fn operations() -> usize {
 
 #[test]
 fn many_callers_leave_nothing_behind() {
-    story(async |sandbox| soak(sandbox, None).await);
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        soak(&node, &images(sandbox), None).await;
+    });
 }
 
 #[test]
 fn many_callers_and_kills_leave_nothing_behind() {
     story(async |sandbox| {
-        let between_kills = operations() / 6;
-        soak(sandbox, Some(between_kills)).await;
+        let node = Node::start(sandbox).await;
+        soak_with_kills(&node, &images(sandbox)).await;
     });
 }
 
-async fn soak(sandbox: &Sandbox, between_kills: Option<usize>) {
-    let node = Node::start(sandbox).await;
+fn images(sandbox: &Sandbox) -> Vec<Volume> {
+    volumes(|number, kind| sandbox.volume_in("main", &format!("v{number}"), kind, 16 * MIB))
+}
+
+#[test]
+fn nbd_exports_outlive_many_callers_and_kills() {
+    if !kernel_has_nbd() {
+        return;
+    }
+    story(async |sandbox| {
+        let server = NbdServer::start(sandbox).await;
+        let node = Node::start(sandbox).await;
+        let exports = volumes(|number, kind| {
+            let name = format!("soak-{number}");
+            NbdServer::image(sandbox, &name, 16 * MIB);
+            server.over(match kind {
+                "block" => Volume::block(&name),
+                kind => Volume::filesystem(&name, kind),
+            })
+        });
+        soak_with_kills(&node, &exports).await;
+    });
+}
+
+#[test]
+fn nfs_directories_outlive_many_callers_and_kills() {
+    if !can_use_nfs() {
+        return;
+    }
+    story(async |sandbox| {
+        let server = NfsServer::start(sandbox, "server").await;
+        let node = Node::start(sandbox).await;
+        let directories = volumes(|number, _| {
+            let name = format!("soak-{number}");
+            server.volume(&name, &name)
+        });
+        soak_with_kills(&node, &directories).await;
+    });
+}
+
+#[test]
+fn rbd_images_outlive_many_callers_and_kills() {
+    ceph_story(async |sandbox, ceph| {
+        let node = ceph.node(sandbox).await;
+        let images = volumes(|_, kind| ceph.volume_of(kind, 16 * MIB, &[]));
+        soak_with_kills(&node, &images).await;
+    });
+}
+
+/// Of their numbers and kinds.
+fn volumes(make: impl Fn(usize, &str) -> Volume) -> Vec<Volume> {
+    let kind = |number| if number % 4 == 0 { "block" } else { "ext4" };
+    (0..VOLUMES)
+        .map(|number| make(number, kind(number)))
+        .collect()
+}
+
+async fn soak_with_kills(node: &Node, volumes: &[Volume]) {
+    soak(node, volumes, Some(operations() / 6)).await;
+}
+
+async fn soak(node: &Node, volumes: &[Volume], between_kills: Option<usize>) {
     let mut rng = Rng::new();
-    let volumes: Vec<_> = (0..VOLUMES)
-        .map(|number| {
-            let kind = if number % 4 == 0 { "block" } else { "ext4" };
-            sandbox.volume_in("main", &format!("v{number}"), kind, 16 * MIB)
-        })
-        .collect();
     let content = Content::new("soak");
     join_all(volumes.iter().map(async |volume| {
         let target = node.up(volume, "first").await;
@@ -56,7 +116,7 @@ async fn soak(sandbox: &Sandbox, between_kills: Option<usize>) {
     let left = Cell::new(operations());
     let callers = (0..CALLERS).map(|_| {
         let mut rng = rng.fork();
-        let (node, volumes, left) = (&node, &volumes, &left);
+        let left = &left;
         async move {
             while let Some(fewer) = left.get().checked_sub(1) {
                 left.set(fewer);
