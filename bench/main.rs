@@ -28,6 +28,7 @@ mod copies;
 mod faults;
 mod life;
 mod listings;
+mod logs;
 mod nbd;
 mod probe;
 mod provision;
@@ -103,6 +104,7 @@ fn images(criterion: &mut Criterion, rig: &Rig) {
     life::at_once(criterion, rig, &images, 32)
         .compare_with_calls("32 lives at once, formatted, to bare and four empty calls each");
     publish::publish(criterion, rig, &images);
+    logs::json(criterion, rig, &images);
     calls::first(criterion, rig);
     calls::stats(criterion, rig);
     probe::devices(criterion, rig);

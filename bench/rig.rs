@@ -181,7 +181,7 @@ impl Rig {
 }
 
 /// The ways that do no more than a case must.
-const LEAST: &[&str] = &["bare", "library", "GetPluginInfo", "empty service"];
+const LEAST: &[&str] = &["bare", "library", "GetPluginInfo", "empty service", "text"];
 
 /// The ways that run programs.
 const PROGRAMS: &[&str] = &["exec", "exec df", "cp"];
