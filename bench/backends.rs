@@ -5,7 +5,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use testkit::{BareExport, BareImageFile, BareVolume, MIB, NbdServer, Sandbox, Volume, run};
+use testkit::{
+    BareContent, BareDevice, BareExport, BareImageFile, BareVolume, MIB, NbdServer, Sandbox,
+    Volume, run,
+};
 use uring_csi::internals::{Export, Server};
 
 use crate::by_exec::ByExec;
@@ -40,8 +43,17 @@ pub trait Backend {
     /// A new one of [`SIZE`], as programs reach it.
     fn exec(&self, name: &str, fs_type: &str) -> ByExec;
 
-    /// A new one with an ext4, as bare system calls reach it.
-    fn bare(&self, name: &str, bytes: u64) -> BareVolume;
+    /// A new one, of a name of its own, as bare system calls reach it.
+    fn bare_device(&self, name: &str, bytes: u64) -> Box<dyn BareDevice>;
+
+    /// Where its files are.
+    fn sandbox(&self) -> &Sandbox;
+
+    /// A volume on such a device.
+    fn bare(&self, name: &str, bytes: u64, content: BareContent) -> BareVolume {
+        let device = self.bare_device(name, bytes);
+        BareVolume::new(self.sandbox().dir(), name, device, content)
+    }
 }
 
 /// Images in a pool, by loop devices.
@@ -88,9 +100,12 @@ impl Backend for Images<'_> {
         ByExec::new(self.0.dir(), name, fs_type, &attach, ["losetup", "-d"])
     }
 
-    fn bare(&self, name: &str, bytes: u64) -> BareVolume {
-        let device = BareImageFile::new(self.bare_image(name), bytes);
-        BareVolume::new(self.0.dir(), name, device)
+    fn bare_device(&self, name: &str, bytes: u64) -> Box<dyn BareDevice> {
+        Box::new(BareImageFile::new(self.bare_image(name), bytes))
+    }
+
+    fn sandbox(&self) -> &Sandbox {
+        self.0
     }
 }
 
@@ -109,12 +124,6 @@ impl Exports<'_> {
     pub fn export(&self, name: &str) -> Export {
         let server = self.server.uri().parse().expect("an address");
         Export::new(server, name).expect("an export's name")
-    }
-
-    /// The same by bare system calls, with as many connections as the agent makes.
-    pub fn bare_export(&self, name: &str) -> BareExport {
-        let cpus = std::thread::available_parallelism().expect("a number");
-        BareExport::new(self.server.address.clone(), name, cpus.get().min(2))
     }
 }
 
@@ -148,10 +157,17 @@ impl Backend for Exports<'_> {
         }
     }
 
-    fn bare(&self, name: &str, bytes: u64) -> BareVolume {
+    /// With as many connections as the agent makes.
+    fn bare_device(&self, name: &str, bytes: u64) -> Box<dyn BareDevice> {
         let name = bare(name);
         self.blank(&name, bytes);
-        BareVolume::new(self.sandbox.dir(), &name, self.bare_export(&name))
+        let cpus = std::thread::available_parallelism().expect("a number");
+        let address = self.server.address.clone();
+        Box::new(BareExport::new(address, &name, cpus.get().min(2)))
+    }
+
+    fn sandbox(&self) -> &Sandbox {
+        self.sandbox
     }
 
     fn exec(&self, name: &str, fs_type: &str) -> ByExec {
@@ -166,8 +182,8 @@ impl Backend for Exports<'_> {
     }
 }
 
-/// The export that bare system calls reach, of a volume of that name.
-fn bare(name: &str) -> String {
+/// The export or image that bare system calls reach, of a volume of that name.
+pub fn bare(name: &str) -> String {
     format!("{name}-bare")
 }
 

@@ -9,11 +9,11 @@ use std::{
     time::Duration,
 };
 
-use testkit::{BareDevice, BareVolume, MIB, NodeSetup, Sandbox, TestCluster, Volume};
+use testkit::{BareDevice, MIB, NodeSetup, Sandbox, TestCluster, Volume};
 use uring_csi::internals::{Cluster, Credentials, Timeouts};
 
 use crate::{
-    backends::{Backend, SIZE},
+    backends::{Backend, SIZE, bare},
     by_exec::ByExec,
 };
 
@@ -111,11 +111,22 @@ impl Backend for CephImages<'_> {
         self.ceph.cluster.rbd(&["cp", "--no-progress", &from, &to]);
     }
 
-    fn bare(&self, name: &str, bytes: u64) -> BareVolume {
-        let name = format!("{name}-bare");
+    fn discard(&self, name: &str) {
+        let cluster = &self.ceph.cluster;
+        for image in [name, &bare(name)] {
+            let image = format!("{}/{image}", cluster.pool);
+            cluster.rbd(&["rm", "--no-progress", &image]);
+        }
+    }
+
+    fn bare_device(&self, name: &str, bytes: u64) -> Box<dyn BareDevice> {
+        let name = bare(name);
         self.blank(&name, bytes);
-        let device = BareImage::new(&self.ceph.cluster, &name);
-        BareVolume::new(self.sandbox.dir(), &name, device)
+        Box::new(BareImage::new(&self.ceph.cluster, &name))
+    }
+
+    fn sandbox(&self) -> &Sandbox {
+        self.sandbox
     }
 
     fn exec(&self, name: &str, fs_type: &str) -> ByExec {

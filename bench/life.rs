@@ -4,7 +4,7 @@ use std::{cell::RefCell, path::PathBuf, thread, time::Duration};
 
 use criterion::Criterion;
 use futures_util::future::join_all;
-use testkit::{BareVolume, Volume};
+use testkit::{BareContent, BareVolume, Volume};
 
 use crate::{
     backends::{Backend, SIZE},
@@ -15,16 +15,16 @@ use crate::{
 /// The first life of a blank volume of 1 GiB, with mkfs.
 pub fn first(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
     let case = over.title("life of a 1 GiB ext4, the first, with mkfs");
-    Lives::new(rig, over, "first", "ext4", 1).measure(criterion, &case, 10, |name| {
-        over.blank(name, SIZE);
-    });
+    let lives = Lives::new(rig, over, "first", "ext4", 1).with_bare(over, BareContent::Blank);
+    lives.measure(criterion, &case, 10, Some(over));
 }
 
 /// The life of a volume that is formatted already.
 pub fn formatted<'a>(criterion: &mut Criterion, rig: &'a Rig, over: &dyn Backend) -> Lives<'a> {
     let case = over.title("life of a 1 GiB ext4, formatted");
     let lives = Lives::new(rig, over, "again", "ext4", 1).formatted(over);
-    lives.measure(criterion, &case, 20, |_| {});
+    lives.measure(criterion, &case, 20, None);
+    lives.compare_with_bare(&case);
     lives
 }
 
@@ -37,14 +37,16 @@ pub fn at_once<'a>(
 ) -> Lives<'a> {
     let case = over.title(&format!("{many} lives at once, formatted"));
     let lives = Lives::new(rig, over, "many", "ext4", many).formatted(over);
-    lives.measure(criterion, &case, 10, |_| {});
+    lives.measure(criterion, &case, 10, None);
+    lives.compare_with_bare(&case);
     lives
 }
 
 /// The life of a raw block device.
 pub fn raw(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
     let case = over.title("life of a raw block device");
-    Lives::new(rig, over, "raw", "block", 1).measure(criterion, &case, 20, |_| {});
+    let lives = Lives::new(rig, over, "raw", "block", 1).with_bare(over, BareContent::Raw);
+    lives.measure(criterion, &case, 20, None);
 }
 
 /// Volumes that live at once, and their like for the programs.
@@ -76,25 +78,41 @@ impl<'a> Lives<'a> {
         }
     }
 
-    /// After a first life.
-    fn formatted(mut self, over: &dyn Backend) -> Self {
-        let bare = |exec: &ByExec| over.bare(&exec.name, SIZE);
+    fn with_bare(mut self, over: &dyn Backend, content: BareContent) -> Self {
+        let bare = |exec: &ByExec| over.bare(&exec.name, SIZE, content);
         self.bares = self.execs.iter().map(bare).collect();
-        self.up_by_socket();
-        self.down_by_socket();
-        self.up_by_exec();
-        self.down_by_exec();
         self
     }
 
-    /// Calls `before` with each volume's name before each life.
+    /// After a first life.
+    fn formatted(self, over: &dyn Backend) -> Self {
+        let lives = self.with_bare(over, BareContent::Ext4);
+        lives.up_by_socket();
+        lives.down_by_socket();
+        lives.up_by_exec();
+        lives.down_by_exec();
+        lives
+    }
+
+    /// Each life begins with `blank` volumes, where that is given.
     fn measure(
         &self,
         criterion: &mut Criterion,
         case: &str,
         samples: usize,
-        before: impl Fn(&str),
+        blank: Option<&dyn Backend>,
     ) {
+        let before = |name: &str| {
+            if let Some(over) = blank {
+                over.blank(name, SIZE);
+            }
+        };
+        let before_bare = |exec: &ByExec| {
+            if let Some(over) = blank {
+                // Made anew, it is blank.
+                drop(over.bare_device(&exec.name, SIZE));
+            }
+        };
         let mut group = criterion.benchmark_group(case);
         group.sample_size(samples);
         self.rig.measure_life(
@@ -109,24 +127,14 @@ impl<'a> Lives<'a> {
             || self.up_by_socket(),
             || self.down_by_socket(),
         );
-        if !self.bares.is_empty() {
-            self.rig.measure_life(
-                &mut group,
-                case,
-                "bare",
-                || {},
-                || self.up_bare(),
-                || self.down_bare(),
-            );
-            self.rig.compare(
-                case,
-                || self.time_by_socket(),
-                || {
-                    self.rig
-                        .time_of_life(|| self.up_bare(), || self.down_bare())
-                },
-            );
-        }
+        self.rig.measure_life(
+            &mut group,
+            case,
+            "bare",
+            || self.execs.iter().for_each(before_bare),
+            || self.up_bare(),
+            || self.down_bare(),
+        );
         self.rig.measure_life(
             &mut group,
             case,
@@ -136,6 +144,14 @@ impl<'a> Lives<'a> {
             || self.down_by_exec(),
         );
         group.finish();
+    }
+
+    fn compare_with_bare(&self, case: &str) {
+        let bare = || {
+            let rig = self.rig;
+            rig.time_of_life(|| self.up_bare(), || self.down_bare())
+        };
+        self.rig.compare(case, || self.time_by_socket(), bare);
     }
 
     /// Compares with the bare calls and as many empty calls, on new connections, as a life

@@ -20,6 +20,7 @@
 // The ban on children is the product's, not its benches'.
 #![allow(clippy::disallowed_methods, missing_docs)]
 
+mod attach;
 mod backends;
 mod by_exec;
 mod calls;
@@ -29,7 +30,6 @@ mod faults;
 mod life;
 mod listings;
 mod logs;
-mod nbd;
 mod probe;
 mod provision;
 mod publish;
@@ -127,7 +127,7 @@ fn exports(criterion: &mut Criterion, rig: &Rig) {
             // First: the images of the others stay, in memory.
             scale::volumes(rig, &exports, few_and_many());
         }
-        nbd::map(criterion, rig, &exports);
+        attach::export(criterion, rig, &exports);
         life::formatted(criterion, rig, &exports);
         if !tcp {
             life::first(criterion, rig, &exports);
@@ -148,7 +148,10 @@ fn ceph_images(criterion: &mut Criterion, rig: &Rig, ceph: &Ceph) {
         ceph,
         sandbox: &rig.sandbox,
     };
+    attach::image(criterion, rig, &images);
     life::formatted(criterion, rig, &images);
+    life::first(criterion, rig, &images);
+    life::raw(criterion, rig, &images);
     life::at_once(criterion, rig, &images, 16);
     scale::volumes(rig, &images, few_and_many());
 }
@@ -158,6 +161,6 @@ fn few_and_many() -> &'static [usize] {
     if faults::is_quick() {
         &[10]
     } else {
-        &[10, 200]
+        &[10, 100, 200]
     }
 }

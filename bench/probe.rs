@@ -1,6 +1,11 @@
 //! Telling what is on 32 devices.
 
-use std::{fs::File, os::fd::AsFd as _, os::unix::fs::OpenOptionsExt as _, thread};
+use std::{
+    fs::File,
+    os::fd::AsFd as _,
+    os::unix::fs::{FileExt as _, OpenOptionsExt as _},
+    thread,
+};
 
 use criterion::Criterion;
 use testkit::{MIB, run};
@@ -10,8 +15,10 @@ use crate::rig::Rig;
 
 const DEVICES: usize = 32;
 const SIZE: u64 = 64 * MIB;
+/// Of the memory that O_DIRECT reads into.
+const ALIGN: usize = 4096;
 
-/// One ring for all, against `blkid` for each.
+/// One ring for all, against a call for each region, and `blkid` for each device.
 pub fn devices(criterion: &mut Criterion, rig: &Rig) {
     const CASE: &str = "probe of 32 devices";
     let mut group = criterion.benchmark_group(CASE);
@@ -35,6 +42,13 @@ pub fn devices(criterion: &mut Criterion, rig: &Rig) {
             }
         });
     });
+    rig.measure(&mut group, CASE, "bare", || {
+        thread::scope(|scope| {
+            for device in &devices {
+                scope.spawn(|| read_one_by_one(device));
+            }
+        });
+    });
     rig.measure(&mut group, CASE, "exec", || {
         thread::scope(|scope| {
             for device in &devices {
@@ -48,12 +62,28 @@ pub fn devices(criterion: &mut Criterion, rig: &Rig) {
     group.finish();
 }
 
-fn probe(prober: &Prober, device: &str) -> Content {
-    let file = File::options()
+fn open(device: &str) -> File {
+    File::options()
         .read(true)
         .custom_flags(rustix::fs::OFlags::DIRECT.bits().cast_signed())
         .open(device)
-        .expect("a device");
+        .expect("a device")
+}
+
+/// The same blocks, a system call for each region.
+fn read_one_by_one(device: &str) {
+    let file = open(device);
+    for region in regions(SIZE) {
+        let mut memory = vec![0; region.len + ALIGN];
+        let start = memory.as_ptr().align_offset(ALIGN);
+        let blocks = &mut memory[start..start + region.len];
+        file.read_exact_at(blocks, region.offset)
+            .expect("its blocks");
+    }
+}
+
+fn probe(prober: &Prober, device: &str) -> Content {
+    let file = open(device);
     let read = prober
         .read(file.as_fd(), &regions(SIZE))
         .expect("its blocks");

@@ -3,6 +3,7 @@
 use std::{fs, os::fd::AsFd as _, path::Path, slice};
 
 use criterion::Criterion;
+use testkit::BareContent;
 use uring_csi::internals::{MountOptions, Roots, bind, unmount};
 
 use crate::{
@@ -50,10 +51,10 @@ pub fn publish(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
     };
     rig.measure(&mut group, CASE, "in process", in_process);
 
-    let bare = over.bare("publish", SIZE);
+    let bare = over.bare("publish", SIZE, BareContent::Ext4);
     let device = bare.stage();
     let by_bare_calls = || {
-        bare.publish();
+        bare.publish(&device);
         bare.unpublish();
     };
     rig.measure(&mut group, CASE, "bare", by_bare_calls);

@@ -60,7 +60,7 @@ impl Rig {
     }
 
     /// Times `run` alone: not what is `before` and `after`, nor what udevd does
-    /// in between.
+    /// in between, or has left to do after the last run.
     pub fn measure_between(
         &self,
         group: &mut BenchmarkGroup<'_, WallTime>,
@@ -72,6 +72,7 @@ impl Rig {
     ) {
         self.sum(group, case, way, || {
             before();
+            settle();
             let took = timed(&mut run);
             settle();
             after();
@@ -80,7 +81,8 @@ impl Rig {
     }
 
     /// Times `up` and `down` together, without what is `before`, nor what udevd
-    /// does in between, as in any life that is longer than these.
+    /// does in between, as in any life that is longer than these, or has left to do after
+    /// the last one.
     pub fn measure_life(
         &self,
         group: &mut BenchmarkGroup<'_, WallTime>,
@@ -92,6 +94,7 @@ impl Rig {
     ) {
         self.sum(group, case, way, || {
             before();
+            settle();
             time_of(&mut up, &mut down, true)
         });
     }

@@ -1,5 +1,5 @@
-//! One node with few and with many volumes: each call, and staging them all beside the bare
-//! system calls; the agent's restart; and what each volume takes of the agent's memory,
+//! One node without volumes, with few and with many: each call, and staging them all beside
+//! the bare system calls; the agent's restart; and what each volume takes of the agent's memory,
 //! threads and descriptors.
 //!
 //! The volumes are copies of a formatted one. [`AT_ONCE`] callers work through them,
@@ -15,7 +15,7 @@ use std::{
 };
 
 use futures_util::{StreamExt as _, stream};
-use testkit::{BareVolume, MIB, ResourceUsage, Volume, resident_kib};
+use testkit::{BareContent, BareVolume, MIB, ResourceUsage, Volume, resident_kib};
 
 use crate::{
     backends::Backend,
@@ -26,11 +26,16 @@ use crate::{
 /// Callers at once.
 const AT_ONCE: usize = 16;
 
+/// Of the agent, beside each number of volumes.
+const RESTARTS: usize = 5;
+
+const FIRST_ANSWER: &str = "restart: first answer";
+
 /// Bytes of a volume, with a journal of one MiB: the test kernel has all of 200, and of their
 /// bare twins, in memory.
 const SIZE: u64 = 16 * MIB;
 
-/// Prints a table, a column for each number of volumes.
+/// Prints a table, a column for each number of volumes, and for none.
 pub fn volumes(rig: &Rig, over: &dyn Backend, numbers: &[usize]) {
     rig.runtime.block_on(async {
         over.blank("scale", SIZE);
@@ -38,27 +43,41 @@ pub fn volumes(rig: &Rig, over: &dyn Backend, numbers: &[usize]) {
         rig.node.stage(&template).await.expect("staged");
         rig.node.unstage(&template).await.expect("unstaged");
     });
-    let mut rows: Vec<(&str, Vec<String>)> = Vec::new();
+    let mut columns = vec![(0, rig.runtime.block_on(node_without(rig)))];
     for number in numbers {
-        for (name, value) in rig.runtime.block_on(node_with(rig, over, *number)) {
-            match rows.iter_mut().find(|(row, _)| *row == name) {
-                Some((_, values)) => values.push(value),
-                None => rows.push((name, vec![value])),
-            }
-        }
+        let values = rig.runtime.block_on(node_with(rig, over, *number));
+        columns.push((*number, values));
     }
     print!("\n| {} |", over.title("a node with so many volumes"));
-    for number in numbers {
+    for (number, _) in &columns {
         print!(" {number} |");
     }
     print!("\n| --- |");
-    println!("{}", " ---: |".repeat(numbers.len()));
-    for (name, values) in rows {
-        println!("| {name} | {} |", values.join(" | "));
+    println!("{}", " ---: |".repeat(columns.len()));
+    let (_, all) = columns.last().expect("a column");
+    for (name, _) in all {
+        print!("| {name} |");
+        for (_, rows) in &columns {
+            match rows.iter().find(|(row, _)| row == name) {
+                Some((_, value)) => print!(" {value} |"),
+                None => print!(" |"),
+            }
+        }
+        println!();
     }
 }
 
-async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'static str, String)> {
+type Rows = Vec<(&'static str, String)>;
+
+/// The rows that take no volume, of an agent that has had none.
+async fn node_without(rig: &Rig) -> Rows {
+    let (answers, _) = restarts(rig, &[]).await;
+    let mut rows = vec![(FIRST_ANSWER, format!("{answers:.1?}"))];
+    rows.extend(resources(rig.node.pid()));
+    rows
+}
+
+async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Rows {
     let node = &rig.node;
     let names = (0..number).map(|n| format!("scale-{number}-{n}"));
     let volume = |name: String| {
@@ -67,12 +86,12 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
     };
     let volumes: Vec<_> = names.map(volume).collect();
     let bare: Vec<_> = (0..number)
-        .map(|n| over.bare(&format!("scale-{number}-{n}"), SIZE))
+        .map(|n| over.bare(&format!("scale-{number}-{n}"), SIZE, BareContent::Ext4))
         .collect();
     stage_bare(&bare);
     stage_all(rig, &volumes).await;
     unstage_all(rig, &volumes).await;
-    let before = (ResourceUsage::of(node.pid()), cpu_time(node.pid()));
+    let before = cpu_time(node.pid());
 
     let (stage, all) = stage_all(rig, &volumes).await;
     let publish = timed(&volumes, async |volume| {
@@ -93,10 +112,10 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
         node.stage(volume).await.expect("staged");
     })
     .await;
-    let after = (ResourceUsage::of(node.pid()), cpu_time(node.pid()));
-    let resident = resident_kib(node.pid());
+    let of_all = cpu_time(node.pid()).saturating_sub(before);
+    let resources = resources(node.pid());
 
-    let (answers, recovered) = restart(rig, &volumes).await;
+    let (answers, recovered) = restarts(rig, &volumes).await;
 
     let unpublish = timed(&volumes, async |volume| {
         node.unpublish(volume, "pod").await.expect("unpublished");
@@ -108,10 +127,9 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
         over.discard(&volume.handle);
     }
     let to_bare = all.as_secs_f64() / bare.as_secs_f64();
-    let of_all = after.1.saturating_sub(before.1);
     let of_one = of_all / u32::try_from(number).expect("a number");
     let each = |times: &[Duration]| format!("{:.1?}", median(times));
-    vec![
+    let mut rows = vec![
         ("stage of all", format!("{all:.1?}")),
         ("stage of all, to bare", format!("{to_bare:.2}")),
         ("stage, p50", each(&stage)),
@@ -130,7 +148,7 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
         ),
         ("stats, p50", each(&stats)),
         ("stage again, p50", each(&again)),
-        ("restart: first answer", format!("{answers:.1?}")),
+        (FIRST_ANSWER, format!("{answers:.1?}")),
         ("restart: all volumes recovered", format!("{recovered:.1?}")),
         ("unpublish, p50", each(&unpublish)),
         ("unstage, p50", each(&unstage)),
@@ -138,16 +156,24 @@ async fn node_with(rig: &Rig, over: &dyn Backend, number: usize) -> Vec<(&'stati
             "the agent's CPU time a volume, until the restart",
             format!("{of_one:.1?}"),
         ),
+    ];
+    rows.extend(resources);
+    rows
+}
+
+fn resources(pid: u32) -> Rows {
+    let usage = ResourceUsage::of(pid);
+    vec![
         (
             "the agent's memory of its own",
-            format!("{:.1} MiB", mib(after.0.memory_kib)),
+            format!("{:.1} MiB", mib(usage.memory_kib)),
         ),
         (
             "its resident memory, with the program's pages",
-            format!("{:.1} MiB", mib(resident)),
+            format!("{:.1} MiB", mib(resident_kib(pid))),
         ),
-        ("its threads", after.0.threads.to_string()),
-        ("its descriptors", after.0.descriptors.to_string()),
+        ("its threads", usage.threads.to_string()),
+        ("its descriptors", usage.descriptors.to_string()),
     ]
 }
 
@@ -216,6 +242,17 @@ async fn timed(volumes: &[Volume], call: impl AsyncFn(&Volume)) -> Vec<Duration>
         .buffer_unordered(AT_ONCE)
         .collect()
         .await
+}
+
+/// The medians of some restarts.
+async fn restarts(rig: &Rig, volumes: &[Volume]) -> (Duration, Duration) {
+    let [mut answers, mut recovered] = [(); 2].map(|()| Vec::new());
+    for _ in 0..RESTARTS {
+        let (answer, all) = restart(rig, volumes).await;
+        answers.push(answer);
+        recovered.push(all);
+    }
+    (median(&answers), median(&recovered))
 }
 
 /// Kills the agent and starts another: the times until it answers Probe, and until it has

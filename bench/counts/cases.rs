@@ -3,7 +3,7 @@
 use std::{env, fs};
 
 use futures_util::future::join_all;
-use testkit::{BareImageFile, BareVolume, MIB, Node, Sandbox, Volume, request};
+use testkit::{BareContent, BareImageFile, BareVolume, MIB, Node, Sandbox, Volume, request};
 use tonic::transport::Channel;
 use uring_csi::proto::csi::{
     GetPluginInfoRequest, NodeGetVolumeStatsRequest, NodeUnpublishVolumeRequest,
@@ -48,7 +48,7 @@ impl Cases<'_> {
     pub fn run_bare(&mut self) {
         let dir = self.sandbox.dir();
         let device = BareImageFile::new(dir.join("counted-bare-image"), 64 * MIB);
-        let volume = BareVolume::new(dir, "counted", device);
+        let volume = BareVolume::new(dir, "counted", Box::new(device), BareContent::Ext4);
         let live = || {
             let node = volume.up();
             volume.down(&node);
@@ -59,7 +59,7 @@ impl Cases<'_> {
             .add("life of a formatted ext4, bare calls", of(&live));
         let node = volume.stage();
         let published = of(&|| {
-            volume.publish();
+            volume.publish(&node);
             volume.unpublish();
         });
         self.table

@@ -29,33 +29,49 @@ pub trait BareDevice: Send + Sync {
     fn detach(&self, node: &Path);
 }
 
-/// An ext4 on such a device.
+/// What is on a device when its volume is staged.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum BareContent {
+    Ext4,
+    /// Nothing: it is to become an ext4.
+    Blank,
+    /// What a pod has written to the device itself.
+    Raw,
+}
+
+/// A volume on such a device.
 pub struct BareVolume {
     device: Box<dyn BareDevice>,
+    content: BareContent,
     staging: PathBuf,
     target: PathBuf,
 }
 
 impl BareVolume {
-    /// Formats the device, and makes the mount point below `dir`.
-    pub fn new(dir: &Path, name: &str, device: impl BareDevice + 'static) -> Self {
+    /// Writes the content to the device, and makes the mount point below `dir`.
+    pub fn new(dir: &Path, name: &str, device: Box<dyn BareDevice>, content: BareContent) -> Self {
         let at = |kind: &str| dir.join(format!("{name}-bare-{kind}"));
         let volume = Self {
-            device: Box::new(device),
+            device,
+            content,
             staging: at("staging"),
             target: at("target"),
         };
-        let node = volume.device.attach();
-        let path = node.to_str().expect("UTF-8");
-        crate::run(&["mkfs.ext4", "-q", "-F", "-m0", path]);
-        volume.device.detach(&node);
+        if content == BareContent::Ext4 {
+            let node = volume.device.attach();
+            mkfs(&node);
+            volume.device.detach(&node);
+        }
         fs::create_dir_all(&volume.staging).expect("a mount point");
         volume
     }
 
-    /// Attaches, reads the superblock, mounts.
+    /// Attaches; except where it is raw, reads the superblock, formats what is blank, mounts.
     pub fn stage(&self) -> PathBuf {
         let node = self.device.attach();
+        if self.content == BareContent::Raw {
+            return node;
+        }
         let mut device = File::options()
             .read(true)
             .custom_flags(libc::O_EXCL)
@@ -64,6 +80,9 @@ impl BareVolume {
         let mut superblock = [0; 4096];
         device.read_exact(&mut superblock).expect("a superblock");
         drop(device);
+        if self.content == BareContent::Blank {
+            mkfs(&node);
+        }
 
         let context = fsopen("ext4", FsOpenFlags::FSOPEN_CLOEXEC).expect("a context");
         fsconfig_set_string(&context, "source", &node).expect("the source");
@@ -75,27 +94,38 @@ impl BareVolume {
         node
     }
 
-    pub fn publish(&self) {
+    pub fn publish(&self, node: &Path) {
+        let is_raw = self.content == BareContent::Raw;
+        let from = if is_raw { node } else { &self.staging };
         let clone = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
-        let mount = open_tree(CWD, &self.staging, clone).expect("a clone");
-        fs::create_dir(&self.target).expect("a directory");
+        let mount = open_tree(CWD, from, clone).expect("a clone");
+        if is_raw {
+            File::create(&self.target).expect("a file");
+        } else {
+            fs::create_dir(&self.target).expect("a directory");
+        }
         appear(&mount, &self.target);
     }
 
     pub fn unpublish(&self) {
         unmount(&self.target, UnmountFlags::NOFOLLOW).expect("a mount");
-        fs::remove_dir(&self.target).expect("a directory");
+        match self.content {
+            BareContent::Raw => fs::remove_file(&self.target).expect("a file"),
+            _ => fs::remove_dir(&self.target).expect("a directory"),
+        }
     }
 
     pub fn unstage(&self, node: &Path) {
-        unmount(&self.staging, UnmountFlags::NOFOLLOW).expect("a mount");
+        if self.content != BareContent::Raw {
+            unmount(&self.staging, UnmountFlags::NOFOLLOW).expect("a mount");
+        }
         self.device.detach(node);
     }
 
     /// Stages and publishes.
     pub fn up(&self) -> PathBuf {
         let node = self.stage();
-        self.publish();
+        self.publish(&node);
         node
     }
 
@@ -104,6 +134,14 @@ impl BareVolume {
         self.unpublish();
         self.unstage(node);
     }
+}
+
+/// As the agent does it where all blocks read as zeros.
+fn mkfs(node: &Path) {
+    const ZEROS: &str =
+        "nodiscard,lazy_itable_init=1,lazy_journal_init=1,assume_storage_prezeroed=1";
+    let node = node.to_str().expect("UTF-8");
+    crate::run(&["mkfs.ext4", "-q", "-F", "-m0", "-E", ZEROS, node]);
 }
 
 fn appear(mount: &OwnedFd, at: &Path) {

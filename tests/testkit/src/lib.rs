@@ -54,7 +54,7 @@ use std::{
 };
 
 pub use agent::{Agent, Machine, program, request};
-pub use bare::{BareDevice, BareExport, BareImageFile, BareVolume};
+pub use bare::{BareContent, BareDevice, BareExport, BareImageFile, BareVolume};
 pub use ceph_csi::{STAGE_FILE, ceph_csi_stage_file, publish_as_ceph_csi, unstage_as_ceph_csi};
 pub use cluster::{MovedMonitors, TestCluster, output_despite_abort};
 pub use controller::{
