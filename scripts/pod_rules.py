@@ -60,7 +60,8 @@ SIDECARS = {
     "k8s-sidecar": """--csi-addons-address --node-id --controller-port --pod
         --namespace --pod-uid --stagingpath --timeout --enable-auth
         --leader-election-namespace --leader-election-lease-duration
-        --leader-election-renew-deadline --leader-election-retry-period""",
+        --leader-election-renew-deadline --leader-election-retry-period --automaxprocs
+        --enable-volume-condition --volume-condition-interval --volume-condition-recorders""",
 }
 # Where uringctl looks for the agents: its variable, and its default.
 SOCKETS = {
