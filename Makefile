@@ -166,9 +166,10 @@ sizes: ## Build what the images carry, and compare its sizes with scripts/sizes.
 	@scripts/setup.sh build
 	nice scripts/sizes.sh
 
-# ARCH="amd64 arm64": for these architectures.
-images: ## Build the images without a registry, run them, print their sizes
-	@scripts/setup.sh images
+# ARCH="amd64 arm64": for these architectures; QUICK=1: of the programs of `make build`, and only
+# run.
+images: $(if $(QUICK),build) ## Build the images without a registry, run them, print their sizes
+	@scripts/setup.sh $(if $(QUICK),containers,images)
 	nice scripts/images.sh $(ARCH)
 
 deb: ## Build the Debian package (needs cargo-deb, cargo-cyclonedx): docs/systemd.md
@@ -177,7 +178,7 @@ deb: ## Build the Debian package (needs cargo-deb, cargo-cyclonedx): docs/system
 
 # DEB=FILE: another one than that of make deb.
 check-deb: ## Install the Debian package where systemd runs, and use it
-	@scripts/setup.sh images
+	@scripts/setup.sh containers
 	scripts/deb_check.sh $(DEB)
 
 sbom: ## List the crates of the programs as CycloneDX (needs cargo-cyclonedx)

@@ -61,22 +61,23 @@ use_debian() {
 }
 
 # The steps of a volume's life, by the uringctl that a command runs, such as `podman exec
-# NAME`, whose /mnt the agent may publish below.
+# NAME`, at $target, where the agent may publish and the command sees it.
+target=/mnt/story
 volume_is_used() {
   "$@" uringctl info
   "$@" uringctl create story 64Mi --pool default --fs ext4
   "$@" uringctl stage story
-  "$@" uringctl publish story /mnt/story
-  "$@" sh -c 'echo written >/mnt/story/file'
-  "$@" uringctl unpublish story /mnt/story
+  "$@" uringctl publish story "$target"
+  "$@" sh -c "echo written >$target/file"
+  "$@" uringctl unpublish story "$target"
   "$@" uringctl unstage story
   "$@" uringctl stage story
-  "$@" uringctl publish story /mnt/story
-  "$@" grep -qx written /mnt/story/file
+  "$@" uringctl publish story "$target"
+  "$@" grep -qx written "$target/file"
 }
 
 volume_is_removed() {
-  "$@" uringctl unpublish story /mnt/story
+  "$@" uringctl unpublish story "$target"
   "$@" uringctl unstage story
   "$@" uringctl delete story
 }
@@ -115,7 +116,7 @@ story() {
     ! mountpoint --quiet /sys/fs/cgroup/unified || umount /sys/fs/cgroup/unified
     "$1"' - "$2" || status=$?
   local image device
-  for image in "$story"/pool/*.img; do
+  for image in "$story"/{pool,srv/uring-csi}/*.img; do
     for device in $(losetup --noheadings --output NAME --associated "$image"); do
       echo "$1: $device was left attached" >&2
       losetup --detach "$device"

@@ -5,9 +5,12 @@
 # here, by mmdebstrap and of this machine's Rust toolchain, under the names that the
 # Containerfiles use, and only where they are missing.
 #
-# Run as root, with buildah, podman, crun, mmdebstrap, rustup, Syft and cargo-cyclonedx; for
-# another architecture, with arch-test and qemu-user-static. Images, base images and the build's
-# cache stay below target/images, apart from the machine's own.
+# QUICK=1: of the programs that are built already (BIN_DIR, by default target/debug), for this
+# machine alone, and without sizes and lists: some minutes in place of half an hour.
+#
+# Run as root, with buildah, podman, crun, mmdebstrap, rustup, Syft, cargo-cyclonedx and what
+# scripts/container_of.py imports; for another architecture, with arch-test and qemu-user-static.
+# Images, base images and the build's cache stay below target/images, apart from the machine's own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/root.sh
@@ -57,6 +60,21 @@ build() {
   check_labels "$(name_of "$image" "$arch")"
 }
 
+# An image of the last stage of its Containerfile, of programs that are built already.
+build_quickly() {
+  local image=$1 context=$dir/quick program stage programs=()
+  rm -rf "$context"
+  mkdir "$context"
+  read -ra programs < <(sed -n 's|.*scripts/dist.sh /out ||p' "deploy/Containerfile.$image") || true
+  for program in "${programs[@]}"; do
+    strip -o "$context/$program" "${BIN_DIR:-${CARGO_TARGET_DIR:-target}/debug}/$program"
+  done
+  stage=$(tac "deploy/Containerfile.$image" | sed '/^FROM /q' | tac)
+  buildah build --platform "linux/$native" --pull-never --layers --quiet \
+    --tag "$(name_of "$image" "$tag")" --file - "$context" \
+    <<<"${stage/--from=build \/out\//.}" >/dev/null
+}
+
 # The image says what it is made of, and of which commit.
 check_labels() {
   local labels wanted
@@ -80,6 +98,24 @@ list_packages() {
     --output "cyclonedx-json=$sbom/uring-csi-$image-$arch.cdx.json"
   podman image unmount "$name" >/dev/null
 }
+
+[[ -x ${CARGO_TARGET_DIR:-target}/python/bin/python ]] || {
+  echo "images: target/python is missing, by which the manifests are read: scripts/setup.sh" \
+    "containers installs it, from PyPI" >&2
+  exit 1
+}
+# The images that the story starts.
+export tag=$native
+if [[ -n ${QUICK:-} ]]; then
+  tag=quick
+  use_debian "$native"
+  for image in node controller holder nbd-server; do
+    echo "building the image $image of programs that are built already"
+    build_quickly "$image"
+  done
+  story images scripts/images_story.sh
+  exit
+fi
 
 # Without a list there is nothing to release, and the build takes long.
 sbom=$dir/sbom syft=$(realpath -m "${CARGO_TARGET_DIR:-target}")/syft/bin/syft
@@ -133,12 +169,6 @@ for arch; do
   if [[ $arch == "$native" ]]; then
     story images scripts/images_story.sh
   else
-    # qemu-user has no seccomp, without which the node agent does not start.
-    echo "the images for $arch were not run, except for their programs' --version:"
-    for image in node controller holder; do
-      container=$(buildah from --pull-never --arch "$arch" "$(name_of "$image" "$arch")")
-      buildah run "$container" -- "/usr/local/bin/uring-csi-$image" --version
-      buildah rm "$container" >/dev/null
-    done
+    scripts/images_emulated.sh "$arch" "$version-$arch"
   fi
 done

@@ -6,7 +6,8 @@
 #   build  a compiler and what the programs link
 #   demo   build, and what the demo of BACKEND (loop, nbd, rbd, nfs or manager) runs
 #   run    demo, and the tools of all file systems
-#   images build, and what builds and runs images and the Debian package
+#   containers build, and what builds and runs images, as the manifests do
+#   images containers, and what lists the contents of images and of the Debian package
 #   lint   test, and rustfmt, clippy, what builds and validates the manifests, Prometheus
 #   test   all of these packages; the default
 #
@@ -27,7 +28,7 @@ set -euo pipefail
   kernel=(busybox-static patchelf udev)
   run=(e2fsprogs btrfs-progs)
   # arch-test and qemu-user-static are for images of another architecture.
-  images=(buildah podman crun mmdebstrap python3-venv arch-test qemu-user-static)
+  containers=(buildah podman crun mmdebstrap python3-venv arch-test qemu-user-static)
   # strace is for the benches, python3-venv for the manifests, OpenBao and PyKMIP.
   test=(fdisk fscrypt openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace)
 }
@@ -62,7 +63,7 @@ packages() {
   local groups=(build) group
   case $part in
     build) ;;
-    images) groups+=(images) ;;
+    containers | images) groups+=(containers) ;;
     demo) groups+=(demo) ;;
     run) groups+=(demo run) ;;
     *) groups+=(demo nbd nfs rbd kernel run test) ;;
@@ -283,7 +284,9 @@ if [[ $part == images ]]; then
 fi
 if [[ $part == lint ]]; then
   check_linters
+  check_prometheus
+fi
+if [[ $part == lint || $part == containers || $part == images ]]; then
   check_kustomize
   check_python
-  check_prometheus
 fi
