@@ -63,6 +63,8 @@ fn share_of(all: usize) -> usize {
 }
 
 /// The queue of a gate is full.
+///
+/// Remedy: nothing: the call is repeated; `uringctl volumes` shows what the others wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{waiting} volumes already wait for step {step}, as many as --max-waiting allows; nothing was started, retry later ({flag} sets how many are in that step at once)"

@@ -16,8 +16,10 @@ mod context;
 mod copies;
 mod doctor;
 mod error;
+mod explain;
 mod flow;
 mod held;
+mod messages;
 mod named;
 mod orphans;
 mod park;
@@ -151,6 +153,7 @@ enum Command {
     Health(held::Health),
     Info(about::Info),
     Doctor(doctor::Doctor),
+    Explain(explain::Explain),
     #[cfg(feature = "node")]
     Takeover(takeover::Takeover),
     Capabilities(about::Capabilities),
@@ -195,6 +198,9 @@ pub fn main() -> ExitCode {
             } else {
                 let text = error_chain(&error);
                 eprintln!("uringctl: {}", answer::printable(&text));
+                if let Some(remedy) = error.remedy() {
+                    eprintln!("what to do: {remedy}");
+                }
             }
             ExitCode::from(error.exit_code())
         }
@@ -261,6 +267,7 @@ impl Cli {
             Command::Health(it) => print(it.run(context).await?, json),
             Command::Info(it) => print(it.run(context).await?, json),
             Command::Doctor(it) => print(it.run(context).await?, json),
+            Command::Explain(it) => print(it.run()?, json),
             #[cfg(feature = "node")]
             Command::Takeover(it) => print(it.run()?, json),
             Command::Capabilities(it) => print(it.run(context).await?, json),

@@ -48,6 +48,8 @@ pub struct Endpoint {
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The endpoint does not name a unix socket.
+    ///
+    /// Remedy: write unix:///path/to/socket.
     #[error("endpoint {0:?} is not of the form unix:///path/to/socket")]
     BadEndpoint(String),
     /// Another process serves there.
@@ -57,6 +59,8 @@ pub enum ServeError {
     #[error("{path} is a file, not a socket, and stays; choose another endpoint")]
     NotASocket { path: PathBuf },
     /// The socket could not be made.
+    ///
+    /// Remedy: create the socket's directory, and let this user write to it.
     #[error("cannot {what} {path}")]
     Socket {
         /// The step that failed, a verb phrase before the path.
@@ -65,9 +69,13 @@ pub enum ServeError {
         source: io::Error,
     },
     /// The server itself failed.
+    ///
+    /// Remedy: read the program's log, and restart it.
     #[error("the gRPC server stopped")]
     Server(#[from] tonic::transport::Error),
     /// The interface's descriptors could not be offered for reflection.
+    ///
+    /// Remedy: report a defect.
     #[error("cannot offer gRPC reflection")]
     Reflection(#[from] tonic_reflection::server::Error),
 }

@@ -93,6 +93,8 @@ impl fmt::Display for Dev {
 }
 
 /// The text is not `major:minor`.
+///
+/// Remedy: write it as `ls -l DEVICE` shows it: 7:0.
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is not a device number of the form major:minor")]
 pub struct BadDev(String);

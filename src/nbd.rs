@@ -77,6 +77,8 @@ pub enum BadExport {
     )]
     Tls(String),
     /// The text is malformed.
+    ///
+    /// Remedy: write nbd://HOST[:PORT]/EXPORT or nbd+unix:///EXPORT?socket=PATH.
     #[error("{text:?} is no address of an NBD export: {why}")]
     Malformed {
         text: String,

@@ -87,6 +87,8 @@ pub enum PoolError {
         why: &'static str,
     },
     /// Two pools have one name.
+    ///
+    /// Remedy: give each --pool a name of its own.
     #[error("pool {0:?} is given twice")]
     Twice(String),
     /// No such pool is configured.
@@ -97,12 +99,17 @@ pub enum PoolError {
         known: String,
     },
     /// The request names no pool and several are configured.
+    ///
+    /// Remedy: add the parameter `pool` to the class, or `--pool` to the command.
     #[error("name a pool by the parameter `pool`: {known}")]
     Unnamed {
         /// The configured pools.
         known: String,
     },
     /// The pool's directory cannot be opened.
+    ///
+    /// Remedy: mount the pool's file system (`mount DIRECTORY`), on the host in Kubernetes; check
+    /// its owner and mode (`ls -ld`).
     #[error("pool {pool:?}: its directory {} cannot be opened; is it mounted?", dir.display())]
     NotReady {
         pool: String,
@@ -110,9 +117,13 @@ pub enum PoolError {
         source: io::Error,
     },
     /// The pool has the option `mounted`, and its directory is no mount point.
+    ///
+    /// Remedy: mount the pool's file system (`mount DIRECTORY`), on the host in Kubernetes.
     #[error("pool {pool:?}: nothing is mounted at its directory {}, as its option `mounted` demands", dir.display())]
     NotMounted { pool: String, dir: PathBuf },
     /// The pool's directory exists, without the scope of a pool that was used.
+    ///
+    /// Remedy: mount the pool's file system (`mount DIRECTORY`), on the host in Kubernetes.
     #[error("pool {pool:?}: no volume was ever made or attached in its directory {}; is it mounted?", dir.display())]
     Uninitialized { pool: String, dir: PathBuf },
     /// The pool was set up with another scope.
@@ -131,6 +142,8 @@ pub enum PoolError {
         found: Scope,
     },
     /// Not a valid name of an image.
+    ///
+    /// Remedy: name a file in the pool, without directories.
     #[error("image {image:?} in pool {pool:?}: {why}")]
     BadName {
         pool: String,
@@ -139,6 +152,9 @@ pub enum PoolError {
         why: &'static str,
     },
     /// The image does not exist.
+    ///
+    /// Remedy: `uringctl list` shows the volumes that exist; restore the image from a backup, or
+    /// delete the volume.
     #[error("there is no image {image:?} in pool {pool:?}")]
     NoImage { pool: String, image: String },
     /// An inline volume is larger than the available space.
@@ -172,6 +188,9 @@ pub enum PoolError {
     )]
     NotLocal { pool: String },
     /// Any other failure of a system call.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); `df DIRECTORY` shows whether the file system
+    /// is full.
     #[error("pool {pool:?}: cannot {step} {}", path.display())]
     Io {
         pool: String,

@@ -44,7 +44,7 @@ const DISABLED_SYSCTL: &str = "/proc/sys/kernel/io_uring_disabled";
 pub enum RingError {
     /// The sysctl disables io_uring.
     #[error(
-        "io_uring is disabled on this node (sysctl kernel.io_uring_disabled is {value}): \
+        "io_uring is disabled on this node (sysctl kernel.io_uring_disabled is {value}); \
          set it to 0, or to 1 and give this process CAP_SYS_ADMIN"
     )]
     Disabled {
@@ -55,14 +55,17 @@ pub enum RingError {
     },
     /// A seccomp filter or missing privileges.
     #[error(
-        "io_uring_setup is refused: allow io_uring in the container's seccomp profile, \
+        "io_uring_setup is refused; allow io_uring in the container's seccomp profile, \
          or run the container privileged"
     )]
     Refused(#[source] io::Error),
     /// The kernel lacks io_uring.
-    #[error("this kernel has no io_uring: it needs Linux 5.14 or later with CONFIG_IO_URING")]
+    #[error("this kernel has no io_uring; it needs Linux 5.14 or later with CONFIG_IO_URING")]
     Missing(#[source] io::Error),
     /// Any other failure, such as no memory or no descriptors.
+    ///
+    /// Remedy: raise the limits of memory and descriptors (`ulimit -n`); `uringctl doctor` checks
+    /// them.
     #[error("cannot create the io_uring runtime")]
     Setup(#[source] io::Error),
 }

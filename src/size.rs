@@ -20,6 +20,8 @@ pub enum BadSize {
     #[error("{0:?} is not a size; write for example 10Gi, 500M or 4096")]
     Form(String),
     /// More than 2^63 - 1 bytes.
+    ///
+    /// Remedy: request less than 8Ei.
     #[error("{0} is larger than any volume")]
     TooLarge(String),
 }

@@ -8,6 +8,7 @@ use std::{
 use serde::Serialize;
 use tonic::{Code, Status};
 
+use super::messages::remedy;
 use crate::{
     ceph::client::CredentialsError, endpoint::Endpoint, error_chain, pool::claim::ClaimError,
     proto::code_name,
@@ -69,12 +70,18 @@ impl Agent {
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
     /// `doctor` found what keeps the node agent from starting.
+    ///
+    /// Remedy: correct what the lines above it name, and repeat `uringctl doctor`.
     #[error("the node agent cannot run on this machine as it is: {0}")]
     Unfit(String),
     /// `health` was printed, and not all is well.
+    ///
+    /// Remedy: [Health conditions](#health-conditions) has each.
     #[error("unhealthy: {}", .0.join(", "))]
     Unhealthy(Vec<String>),
     /// The agent answered with an error.
+    ///
+    /// Remedy: that of the cause that follows.
     #[error("cannot {doing}: {}", message_of(.status))]
     Refused {
         /// The call, such as `stage data-1`.
@@ -83,6 +90,8 @@ pub enum CliError {
         status: Box<Status>,
     },
     /// No process listens, or this user may not connect.
+    ///
+    /// Remedy: what the end of the message says, or `uringctl doctor`.
     #[error(
         "cannot {doing}: nothing answers at {endpoint} ({why}); is {} running, and may you \
          use its socket ({} names another)? {next}",
@@ -101,6 +110,8 @@ pub enum CliError {
         next: String,
     },
     /// The agent's answer lacks a field that the interface requires.
+    ///
+    /// Remedy: use the uringctl of the agent's version: `uringctl --version`, `uringctl info`.
     #[error("cannot {doing}: the answer has no {missing}")]
     MissingField {
         /// The call.
@@ -142,12 +153,18 @@ pub enum CliError {
     #[error("{0}; to do it, repeat the command with --yes")]
     Unanswered(String),
     /// The answer was no.
+    ///
+    /// Remedy: none is needed.
     #[error("nothing was removed")]
     Declined,
     /// A list was printed, and is incomplete.
+    ///
+    /// Remedy: repair what the message names, and repeat the command.
     #[error("the list is incomplete: {}", .0.join("; "))]
     IncompleteList(Vec<String>),
     /// `wait` gave up.
+    ///
+    /// Remedy: `uringctl plan` says what it waits for.
     #[error("{name} is not {state} yet: {missing}")]
     NotYet {
         /// The name of its file.
@@ -157,6 +174,12 @@ pub enum CliError {
         /// What it waits for.
         missing: String,
     },
+    /// A text to explain that is no error's.
+    #[error(
+        "no error of this version has such a message; pass the text of an event or a log line, a \
+         gRPC code, or a condition of `uringctl health`"
+    )]
+    Unexplained,
     /// A volume to be deleted that this node has.
     #[error(
         "{volume} is in use on this node{}; `uringctl down {volume}` unpublishes and unstages it",
@@ -180,6 +203,8 @@ pub enum CliError {
         name: String,
     },
     /// A file that the volume manager could not follow.
+    ///
+    /// Remedy: choose another name, or write the file by hand.
     #[error("no file can ask for {name}: {why}")]
     CannotPersist {
         /// The name of its file.
@@ -202,6 +227,8 @@ pub enum CliError {
     #[error("{0}")]
     BadArguments(String),
     /// A file of the command line has another form.
+    ///
+    /// Remedy: correct the file as the message says.
     #[error("cannot use {}: {why}", .path.display())]
     BadFile {
         /// The file.
@@ -210,12 +237,18 @@ pub enum CliError {
         why: String,
     },
     /// Volumes given to `bench run` that something uses.
+    ///
+    /// Remedy: name other volumes, or unpublish and unstage these.
     #[error("a bench takes no volume that is in use: {}", .0.join("; "))]
     InUse(Vec<String>),
     /// The report was printed, and has errors.
+    ///
+    /// Remedy: read the errors in the report, and the agent's log.
     #[error("{0} calls failed")]
     CallsFailed(u64),
     /// The report was printed, and is incomplete.
+    ///
+    /// Remedy: none is needed.
     #[error("interrupted; nothing is left")]
     Interrupted,
     /// A run could not undo all that it did.
@@ -225,9 +258,13 @@ pub enum CliError {
     #[error(transparent)]
     Claim(#[from] ClaimError),
     /// The directory of --secrets has no user and key.
+    ///
+    /// Remedy: `--secrets DIR` with the files userID and userKey.
     #[error("--secrets is needed here: {0}")]
     Credentials(#[from] CredentialsError),
     /// A file operation of uringctl failed.
+    ///
+    /// Remedy: correct the path, its owner or its mode (`ls -l`).
     #[error("cannot {doing} {}", .path.display())]
     Io {
         /// The operation.
@@ -288,6 +325,7 @@ impl CliError {
             Self::NoSuchVolume(_)
             | Self::NoSuchSnapshot(_)
             | Self::NoSuchGroup(_)
+            | Self::Unexplained
             | Self::NotHeld(_) => 3,
             Self::Ambiguous { .. }
             | Self::Unconfirmed { .. }
@@ -309,6 +347,14 @@ impl CliError {
     pub fn is_uncertain(&self) -> bool {
         matches!(self, Self::Refused { .. } | Self::Unreachable { .. })
             && matches!(self.exit_code(), 6..=8)
+    }
+
+    /// What to do about an agent's error, besides what it says itself.
+    pub fn remedy(&self) -> Option<String> {
+        match self {
+            Self::Refused { status, .. } => remedy(status.message()),
+            _ => None,
+        }
     }
 
     /// As one line of JSON.

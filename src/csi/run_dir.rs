@@ -54,6 +54,8 @@ pub enum RunDirError {
         pid: Option<u32>,
     },
     /// The lock could not be taken.
+    ///
+    /// Remedy: create the directory of --run-dir for this user, on a tmpfs such as /run.
     #[error("cannot {what} {path}")]
     Io {
         /// The step that failed.

@@ -5,6 +5,9 @@ use std::{borrow::Cow, collections::HashMap, ops::RangeInclusive};
 use crate::parse_bool::parse_bool;
 
 /// A volume context that names no source.
+///
+/// Remedy: correct the volume's attributes (`kubectl get pv NAME -o yaml`), by
+/// [Parameters](parameters.md).
 #[derive(Debug, thiserror::Error)]
 #[error("volume_context: {key}: {why}")]
 pub struct SourceError {

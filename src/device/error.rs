@@ -52,6 +52,8 @@ pub enum DeviceError {
         how: String,
     },
     /// A process or a mount has the device open exclusively.
+    ///
+    /// Remedy: `uringctl volumes`, or `lsof DEVICE`, shows who has it open; end that.
     #[error("{device} is busy")]
     Busy {
         /// The device's node.
@@ -60,6 +62,8 @@ pub enum DeviceError {
         openers: Vec<Opener>,
     },
     /// The device's number is another's by now, or about to be.
+    ///
+    /// Remedy: stage the volume again.
     #[error(
         "another process has detached {device}, or is detaching it; the agent does not touch it; stage the volume again"
     )]
@@ -74,6 +78,8 @@ pub enum DeviceError {
         device: PathBuf,
     },
     /// The image is smaller than any device can be.
+    ///
+    /// Remedy: delete the image, or make it as large as the volume (`truncate --size`).
     #[error("image {image} has {bytes} bytes, too few for a block device")]
     TooSmall {
         /// The image file.
@@ -82,15 +88,21 @@ pub enum DeviceError {
         bytes: u64,
     },
     /// It has no passphrase.
+    ///
+    /// Remedy: none: the volume's class does not encrypt.
     #[error("{device} is not encrypted")]
     NotEncrypted {
         /// The device's node.
         device: PathBuf,
     },
     /// The source is a directory of a server.
+    ///
+    /// Remedy: use what the message asks for on a volume with a device; a directory needs neither.
     #[error("it is a directory of a server and has no block device")]
     NoDevice,
     /// The kernel refused something else.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot {what}")]
     Io {
         /// What was tried.
@@ -99,6 +111,8 @@ pub enum DeviceError {
         source: io::Error,
     },
     /// The image file cannot take that size.
+    ///
+    /// Remedy: make room in the pool (`df POOL-DIRECTORY`), or on its quota.
     #[error("image {image} cannot be made {bytes} bytes long")]
     Extend {
         /// The image file.

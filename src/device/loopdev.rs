@@ -130,24 +130,38 @@ pub struct AttachedLoop {
 #[derive(Debug, thiserror::Error)]
 pub enum LoopError {
     /// No loop driver.
+    ///
+    /// Remedy: `modprobe loop` on this node.
     #[error("cannot open /dev/loop-control; load the kernel module \"loop\" on this node")]
     Control(#[source] io::Error),
     /// The kernel offered no free device.
+    ///
+    /// Remedy: detach unused loop devices (`losetup --list`, `losetup -d`); in a container mount
+    /// the host's /dev.
     #[error("cannot get a free loop device")]
     Free(#[source] io::Error),
     /// Others took every free device first.
+    ///
+    /// Remedy: nothing: the call is repeated; find the program that attaches so many (`losetup
+    /// --list`).
     #[error("{TRIES} free loop devices in turn were taken by others before {image} got one")]
     NoneFree {
         /// The image's name.
         image: PathBuf,
     },
     /// A writable device was asked for over an image that can't be written.
+    ///
+    /// Remedy: make the image writable (`ls -l`, `lsattr`), or its file system (`mount -o
+    /// remount,rw`).
     #[error("{image} was opened read-only and cannot back a writable device")]
     ReadOnlyImage {
         /// The image's name.
         image: PathBuf,
     },
     /// The kernel refused the image.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the image must be a file on a local or
+    /// network disk.
     #[error("cannot put {image} behind {node}")]
     Attach {
         /// The image's name.
@@ -158,12 +172,16 @@ pub enum LoopError {
         source: io::Error,
     },
     /// A file system, device mapper, md or a process holds the device.
+    ///
+    /// Remedy: `uringctl volumes`, or `lsof DEVICE`, shows who has it open; end that.
     #[error("{node} is in use; it stays attached until its user lets go")]
     Busy {
         /// The loop device.
         node: PathBuf,
     },
     /// Anything else that went wrong with the device.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot {what} {node}")]
     Device {
         /// The loop device.

@@ -48,6 +48,8 @@ pub use key_slots::KeySlots;
 #[derive(Debug, thiserror::Error)]
 pub enum LuksError {
     /// Neither LUKS nor blank.
+    ///
+    /// Remedy: if its content may be lost: `uringctl format VOLUME --fs TYPE --confirm VOLUME`.
     #[error("{} holds {what}, not LUKS; the agent does not change it", node.display())]
     Foreign {
         node: PathBuf,
@@ -55,9 +57,14 @@ pub enum LuksError {
         what: String,
     },
     /// No key slot opens with it.
+    ///
+    /// Remedy: correct the Secret, or what the KMS has for the volume (encryptionKMSID).
     #[error("the passphrase does not open {}", node.display())]
     Passphrase { node: PathBuf },
     /// The header is incomplete.
+    ///
+    /// Remedy: restore the header from a backup; if the content may be lost: `uringctl format
+    /// VOLUME --fs TYPE --confirm VOLUME`.
     #[error(
         "the LUKS header on {} is incomplete: its format was interrupted, or it was damaged, or its keys were erased; if all data on it may be lost: uringctl format",
         node.display()
@@ -67,6 +74,8 @@ pub enum LuksError {
     #[error("the LUKS header on {} has no free key slot; remove one (cryptsetup luksKillSlot)", node.display())]
     NoSlot { node: PathBuf },
     /// The mapping is in use.
+    ///
+    /// Remedy: `dmsetup info` and `lsof` show who uses it; end that.
     #[error("the mapping {name} is in use")]
     Busy { name: String },
     /// A mapping of this name is over another device.
@@ -82,6 +91,9 @@ pub enum LuksError {
     )]
     ReadOnly { name: String },
     /// cryptsetup failed otherwise.
+    ///
+    /// Remedy: read cryptsetup's own words in the message; `modprobe dm_crypt` where the kernel
+    /// lacks the target.
     #[error("cryptsetup {action} of {what} failed ({status}): {said}")]
     Failed {
         action: &'static str,
@@ -93,6 +105,8 @@ pub enum LuksError {
         said: String,
     },
     /// A system call failed.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot {what}")]
     Io {
         /// The operation.

@@ -23,12 +23,17 @@ pub enum FsckOutcome {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FsckError {
     /// Errors that `e2fsck -p` does not repair by itself.
+    ///
+    /// Remedy: detach the volume (`uringctl down VOLUME`), back up its image, and run e2fsck on it
+    /// by hand.
     #[error(
         "{fs} has errors that e2fsck -p cannot repair; run e2fsck on it by hand. Its output: \
          {output}"
     )]
     Uncorrected { fs: FsType, output: String },
     /// The check itself failed.
+    ///
+    /// Remedy: read the output, and the kernel log (`journalctl -k`); the device may fail.
     #[error("the check of {fs} failed ({how}); its output: {output}")]
     Failed {
         fs: FsType,

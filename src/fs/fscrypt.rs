@@ -76,7 +76,7 @@ pub enum DirectoryState {
 pub enum FscryptError {
     /// The kernel, or the file system, has no encryption.
     #[error(
-        "its file system cannot encrypt files: it needs ext4 with the feature encrypt (tune2fs -O encrypt, while it is not mounted), and a kernel with CONFIG_FS_ENCRYPTION"
+        "its file system cannot encrypt files; it needs ext4 with the feature encrypt (tune2fs -O encrypt, while it is not mounted), and a kernel with CONFIG_FS_ENCRYPTION"
     )]
     Unsupported,
     /// There is something else.
@@ -85,14 +85,21 @@ pub enum FscryptError {
     )]
     NotEmpty { name: String },
     /// The volume was staged without encryption.
+    ///
+    /// Remedy: stage it with encryptionType `file`, as its class did.
     #[error(
         "its file system has no encrypted directory {name:?}: stage it with encryptionType `file`"
     )]
     NotSetUp { name: String },
     /// The directory's policy is of another version.
+    ///
+    /// Remedy: mount it with the program that made the directory, and copy the data to a new
+    /// volume.
     #[error("its encrypted directory has a policy of another version than 2")]
     Version,
     /// A file of the metadata is missing or invalid.
+    ///
+    /// Remedy: restore the directory .fscrypt of its file system from a backup.
     #[error("its encryption's {file}: {why}")]
     Metadata {
         file: String,
@@ -100,14 +107,20 @@ pub enum FscryptError {
         why: &'static str,
     },
     /// Another secret wraps the key.
+    ///
+    /// Remedy: correct the Secret, or what the KMS has for the volume (encryptionKMSID).
     #[error("its passphrase does not open the protector {protector:?} of its files")]
     Wrong { protector: &'static str },
     /// The secret is to be the key.
+    ///
+    /// Remedy: use a longer encryptionPassphrase in the Secret.
     #[error(
         "its encryptionPassphrase is to be the key of its files, and has less than {RAW_KEY_BYTES} characters"
     )]
     Short,
     /// A system call failed.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot {what}")]
     Io {
         /// The operation.

@@ -67,6 +67,8 @@ pub enum GrowError {
     #[error("{fs} is busy with another resize or balance; retry after it")]
     Busy { fs: FsType },
     /// Any other failure of a system call.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot {what} of the mounted {fs}")]
     Io {
         fs: FsType,

@@ -32,12 +32,18 @@ use allowed::Grammar;
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MkfsOptionError {
     /// A quote that is not closed.
+    ///
+    /// Remedy: close the quote in mkfsOptions of the class.
     #[error("mkfsOptions {text:?}: a quote is not closed, or a backslash ends the text")]
     Unterminated { text: String },
     /// A word that is no option: mkfs would parse it as a device or a size.
+    ///
+    /// Remedy: remove the word from mkfsOptions of the class.
     #[error("mkfsOptions: {word:?} is no option; the driver sets device and size itself")]
     Operand { word: String },
     /// An option that is not on the allow-list.
+    ///
+    /// Remedy: remove the option from mkfsOptions of the class.
     #[error("mkfsOptions: {option} is not allowed for {fs}; allowed are: {allowed}")]
     Unlisted {
         fs: FsType,
@@ -46,6 +52,8 @@ pub enum MkfsOptionError {
         allowed: String,
     },
     /// An option that is rejected with a reason of its own.
+    ///
+    /// Remedy: remove the option from mkfsOptions of the class.
     #[error("mkfsOptions: {option} is not allowed: it {why}")]
     Refused {
         /// The option, with its suboption where it has some.
@@ -53,9 +61,13 @@ pub enum MkfsOptionError {
         why: &'static str,
     },
     /// The option's value is missing.
+    ///
+    /// Remedy: give the option its value in mkfsOptions of the class.
     #[error("mkfsOptions: option {option} lacks its value")]
     NoValue { option: String },
     /// The option's value is malformed.
+    ///
+    /// Remedy: correct the value in mkfsOptions of the class.
     #[error("mkfsOptions: {option} {value:?}: {expected} is expected")]
     BadValue {
         /// The option, with its suboption where it has some.

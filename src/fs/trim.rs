@@ -25,11 +25,16 @@ const PART: u64 = 64 << 30;
 #[derive(Debug, thiserror::Error)]
 pub enum TrimError {
     /// The file system, or the device below it, discards nothing.
+    ///
+    /// Remedy: none: volumes of that device are not trimmed; `lsblk --discard` shows which take
+    /// discards.
     #[error(
         "its file system cannot return unused space: the device, or what is behind it, takes no discards"
     )]
     Unsupported,
     /// A system call failed.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`).
     #[error("cannot trim the file system")]
     Io(#[source] io::Error),
 }

@@ -106,9 +106,13 @@ impl fmt::Display for Action {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Blocked {
     /// Others staged it.
+    ///
+    /// Remedy: `uringctl volumes` shows it; end its pods or users, after which the file counts.
     #[error("it is staged by others at {}", .0.display())]
     Foreign(PathBuf),
     /// Others published it.
+    ///
+    /// Remedy: end what uses the path; it is detached then.
     #[error("others published it at {}; it is detached once they are done", .0.display())]
     Used(PathBuf),
     /// It is staged where only the manager stages, and the manager has no record of it.
@@ -117,6 +121,8 @@ pub enum Blocked {
     )]
     Unrecorded,
     /// Whether it is wanted is not known.
+    ///
+    /// Remedy: correct the files that `uringctl wanted` names; `uringctl plan` shows what follows.
     #[error("no file asks for it, and it is left as it is: {0}")]
     Doubted(String),
 }

@@ -57,6 +57,8 @@ pub struct NewMount<'a> {
 #[derive(Debug, thiserror::Error)]
 pub enum MountError {
     /// The kernel lacks the file system.
+    ///
+    /// Remedy: `modprobe FS_TYPE` on this node.
     #[error("the kernel has no file system {fs_type:?} (needed for {device:?}); load its module")]
     Unsupported { fs_type: String, device: PathBuf },
     /// The file system rejects an option or its value.
@@ -68,6 +70,8 @@ pub enum MountError {
     },
     /// The device is in exclusive use, is mounted elsewhere with the other read-only setting,
     /// or is mounted by another node, as its MMP block shows.
+    ///
+    /// Remedy: find the other user (`lsof DEVICE`, `uringctl volumes` on each node), and end it.
     #[error(
         "device {device:?} is in use, or mounted elsewhere with a different read-only setting, or \
          its ext4 has the feature mmp and another node has it mounted"
@@ -79,7 +83,9 @@ pub enum MountError {
          or request the same options"
     )]
     OtherOptions { device: PathBuf, missing: String },
-    /// [`MountError::OtherOptions`], and the new mount could not be removed.
+    /// The device is mounted elsewhere without an option, and the new mount could not be removed.
+    ///
+    /// Remedy: unmount the path by hand (`umount PATH`) once nothing uses it.
     #[error("{path:?} is mounted with other options than requested, and cannot be unmounted")]
     UndoFailed {
         path: PathBuf,
@@ -112,6 +118,9 @@ pub enum MountError {
         kernel_says: String,
     },
     /// No address of the server accepts a connection.
+    ///
+    /// Remedy: repair the server or the network: `rpcinfo -t SERVER nfs`, or a connection to port
+    /// 2049.
     #[error("the server of {remote} does not answer")]
     NoServer {
         /// The directory of the server.
@@ -120,7 +129,7 @@ pub enum MountError {
     },
     /// The server or the kernel's client refuses the directory.
     #[error(
-        "cannot mount {remote}{}: export it to this node, and correct server, share, subDir and \
+        "cannot mount {remote}{}; export it to this node, and correct server, share, subDir and \
          the mount options", in_parentheses(.kernel_says)
     )]
     Remote {
@@ -130,6 +139,8 @@ pub enum MountError {
         source: io::Error,
     },
     /// The kernel keeps the options of a mounted file system.
+    ///
+    /// Remedy: unstage the volume on this node first; the next stage sets its options.
     #[error("the file system at {path:?} keeps its options while it is mounted: {why}")]
     Fixed { path: PathBuf, why: String },
     /// A file system that is to become read-only is written.
@@ -139,6 +150,9 @@ pub enum MountError {
     )]
     OpenForWriting { path: PathBuf },
     /// A directory cannot be mounted on a file, nor a file on a directory.
+    ///
+    /// Remedy: remove what is at the path, or publish elsewhere; block volumes take a file, file
+    /// systems a directory.
     #[error("cannot mount {what} on {path:?}, which is {found}")]
     WrongTarget {
         path: PathBuf,
@@ -146,6 +160,8 @@ pub enum MountError {
         what: &'static str,
     },
     /// Any other failure of a system call.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot {doing} {path:?}{}", in_parentheses(.kernel_says))]
     Io {
         doing: &'static str,

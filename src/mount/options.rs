@@ -59,12 +59,16 @@ pub struct AttributeChange {
 #[derive(Debug, thiserror::Error)]
 pub enum MountOptionError {
     /// A quote that is not closed.
+    ///
+    /// Remedy: close the quote in the mount options of the class or PersistentVolume.
     #[error("mount option {flag:?} opens a quote that it does not close")]
     OpenQuote {
         /// The flag of the request.
         flag: String,
     },
     /// Not a valid option.
+    ///
+    /// Remedy: correct the mount options of the class or PersistentVolume.
     #[error("mount option {option:?} {why}")]
     Malformed {
         /// The option without its quotes.

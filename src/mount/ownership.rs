@@ -41,6 +41,8 @@ pub struct BadGroup(String);
 #[derive(Debug, thiserror::Error)]
 pub enum OwnershipError {
     /// The tree is deeper than a path can be long.
+    ///
+    /// Remedy: set fsGroupChangePolicy: OnRootMismatch in the pod, or flatten the tree.
     #[error("cannot change the group of {path:?}: it is more than {MAX_DEPTH} directories deep")]
     TooDeep { path: PathBuf },
     /// A directory was moved while the walk was below it.
@@ -50,6 +52,8 @@ pub enum OwnershipError {
         path: PathBuf,
     },
     /// Any other failure of a system call.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot change the group of {path:?}: cannot {doing} it")]
     Io {
         path: PathBuf,

@@ -29,6 +29,8 @@ use crate::{Done, Kind, kernel::busy::retry_while_busy};
 #[derive(Debug, thiserror::Error)]
 pub enum UnmountError {
     /// The mount is in use.
+    ///
+    /// Remedy: end what the message names (`fuser --mount PATH` lists the processes).
     #[error("{path:?} is in use: {}", describe(users))]
     Busy {
         /// The mount point.
@@ -37,6 +39,8 @@ pub enum UnmountError {
         users: Vec<OpenerProcess>,
     },
     /// Any other failure of umount2(2).
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot unmount {path:?}")]
     Io {
         /// The mount point.

@@ -64,12 +64,16 @@ pub enum LogError {
         part: String,
     },
     /// The writer thread could not be started.
+    ///
+    /// Remedy: raise the limit of threads (`ulimit -u`, pids of the container), or add memory.
     #[error("cannot start the thread that writes log lines")]
     Thread(#[source] io::Error),
     /// The export of traces could not be set up.
     #[error(transparent)]
     Export(#[from] ExportError),
     /// [`init`] was called before, or a test's subscriber is in place.
+    ///
+    /// Remedy: report a defect.
     #[error("logging is already set up")]
     Already,
 }

@@ -142,6 +142,9 @@ enum ClaimState {
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
     /// Another node has a conflicting claim.
+    ///
+    /// Remedy: unpublish and unstage it there; for a node that is gone for good see [A node that
+    /// died](../images.md#a-node-that-died).
     #[error(
         "image {image} in pool {pool:?} is in use by {node:?}; unpublish and unstage it there \
          first: `uringctl volumes` on that node says where it is mounted{}",
@@ -160,6 +163,9 @@ pub enum ClaimError {
     #[error("a controller is copying or deleting image {image} in pool {pool:?}; retry")]
     UsedByController { pool: String, image: String },
     /// The file of a claim is malformed.
+    ///
+    /// Remedy: look at the file; once no node uses the image (`uringctl volumes` on each), remove
+    /// it.
     #[error("cannot parse claim {}; the owner of the image is unknown", path.display())]
     Corrupt {
         path: PathBuf,

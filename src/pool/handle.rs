@@ -86,6 +86,8 @@ impl Parts {
 }
 
 /// The text is no handle of this driver.
+///
+/// Remedy: use the volumeHandle that `uringctl list` shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a handle made by this driver")]
 pub struct ForeignHandle;

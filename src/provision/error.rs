@@ -16,6 +16,8 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 pub enum ProvisionError {
     /// No store has such a parameter.
+    ///
+    /// Remedy: remove the parameter from the class, or correct it, by [Parameters](parameters.md).
     #[error("unknown parameter {name:?}; there are {known}")]
     UnknownParameter {
         name: String,
@@ -23,6 +25,8 @@ pub enum ProvisionError {
         known: String,
     },
     /// The parameter's value makes no sense.
+    ///
+    /// Remedy: correct the parameter in the class, by [Parameters](parameters.md).
     #[error("parameter {name} = {value:?}: {why}")]
     BadParameter {
         name: &'static str,
@@ -40,9 +44,13 @@ pub enum ProvisionError {
     #[error("{0}")]
     Unsupported(&'static str),
     /// No such volume.
+    ///
+    /// Remedy: `uringctl list` shows the volumes that exist.
     #[error("there is no volume {0:?}")]
     NoVolume(String),
     /// No such snapshot.
+    ///
+    /// Remedy: `uringctl snapshot list` shows the snapshots that exist.
     #[error("there is no snapshot {0:?}")]
     NoSnapshot(String),
     /// What a failed create left is not removed.
@@ -56,6 +64,8 @@ pub enum ProvisionError {
         source: Box<ProvisionError>,
     },
     /// No such group snapshot.
+    ///
+    /// Remedy: `uringctl snapshot group list` shows those that exist.
     #[error("there is no group snapshot {0:?}")]
     NoGroupSnapshot(String),
     /// The delete of a group snapshot has begun.
@@ -64,25 +74,35 @@ pub enum ProvisionError {
     )]
     GroupDeleting(String),
     /// The request names other snapshots than the group has.
+    ///
+    /// Remedy: name the snapshots that `uringctl snapshot group list` shows.
     #[error("group snapshot {0:?} does not have the snapshots that the request names")]
     OtherMembers(String),
     /// Only snapshots of one volume are compared.
+    ///
+    /// Remedy: name two snapshots of one volume: `uringctl snapshot list` shows their sources.
     #[error("snapshots {base:?} and {target:?} are of different volumes")]
     OtherSource { base: String, target: String },
     /// The snapshot belongs to a group.
-    #[error("snapshot {handle:?} belongs to group {group:?}: delete the group, not its members")]
+    #[error("snapshot {handle:?} belongs to group {group:?}; delete the group, not its members")]
     InGroup {
         /// The snapshot's handle.
         handle: String,
         group: String,
     },
     /// The volumes of a group are in several pools.
+    ///
+    /// Remedy: select volumes of one pool for the group snapshot.
     #[error("volume {0:?} is in another pool than the others of the group snapshot")]
     SeveralPools(String),
     /// The volumes of a group are of several backends.
+    ///
+    /// Remedy: select volumes of one backend for the group snapshot.
     #[error("volume {0:?} is of another backend than the others of the group snapshot")]
     SeveralBackends(String),
     /// The name belongs to a different volume or snapshot.
+    ///
+    /// Remedy: take another name, or request what exists; `uringctl list` shows it.
     #[error("{name:?} exists already and differs: {how}")]
     Differs {
         /// The requested name.
@@ -99,6 +119,8 @@ pub enum ProvisionError {
         why: String,
     },
     /// The volume or snapshot is in the local pool of another node.
+    ///
+    /// Remedy: call the controller on that node, in the same pod as its node agent.
     #[error("{0:?} is in the local pool of another node; only the controller there can reach it")]
     Elsewhere(String),
     /// The source of a copy is in the local pool of another node.
@@ -112,6 +134,9 @@ pub enum ProvisionError {
         source: PoolError,
     },
     /// The handle is of a backend that the controller was started without.
+    ///
+    /// Remedy: start the controller with the option that the message names: --pool, --ceph-config
+    /// or --nfs-export.
     #[error("this controller does not serve the backend of {handle:?}; add {option}")]
     HandleOfNoBackend {
         handle: String,
@@ -119,6 +144,9 @@ pub enum ProvisionError {
         option: &'static str,
     },
     /// The class is for a backend that the controller was started without.
+    ///
+    /// Remedy: start the controller with the option that the message names: --pool, --ceph-config
+    /// or --nfs-export.
     #[error("the class {kind}, a backend that this controller does not serve; add {option}")]
     ClassOfNoBackend {
         /// The kind of class, and the parameter that shows it.
@@ -136,6 +164,9 @@ pub enum ProvisionError {
         share: String,
     },
     /// The controller was started with `--nfs-quota=required`.
+    ///
+    /// Remedy: enable project quotas of the export's file system (`mount -o prjquota`), or start
+    /// the controller with --nfs-quota=auto.
     #[error("the volume of directory {directory} cannot have a quota: {why}")]
     NoQuota {
         directory: String,
@@ -154,6 +185,8 @@ pub enum ProvisionError {
         other: String,
     },
     /// What has a snapshot's name is none.
+    ///
+    /// Remedy: none is needed: look at the directory, and remove it by hand if it may go.
     #[error(
         "directory {name:?} of the share is no snapshot, so it stays; nothing else has the name \
          of snapshot {handle:?}"
@@ -166,9 +199,14 @@ pub enum ProvisionError {
     #[error("a volume has its directory in that of snapshot {0:?}; delete the volume first")]
     VolumeInSnapshot(String),
     /// Orphans of another store.
+    ///
+    /// Remedy: name a Ceph pool: `uringctl orphans --help`.
     #[error("{0} is not in a Ceph cluster, and only there are orphans found")]
     NoOrphans(String),
     /// A cluster has not answered in time.
+    ///
+    /// Remedy: repair the cluster: `ceph -s`, and its monitors' ports (3300, 6789) from the
+    /// controller.
     #[error("cluster {cluster_id:?} has not answered for {} s", after.as_secs())]
     SilentCluster {
         cluster_id: String,
@@ -181,6 +219,8 @@ pub enum ProvisionError {
     )]
     NoBackend,
     /// This node has no such local pool; another may.
+    ///
+    /// Remedy: nothing: the provisioner tries another node; add the pool to this one by --pool.
     #[error("this node does not have the pool")]
     PoolNotHere(#[source] PoolError),
     /// A volume in the catalogue has no image.
@@ -195,6 +235,8 @@ pub enum ProvisionError {
         path: PathBuf,
     },
     /// The requested topology does not include the node of the local pool.
+    ///
+    /// Remedy: nothing: the provisioner tries another node.
     #[error("pool {pool:?} is local to this node, and the volume is wanted on {wanted}")]
     NotHere {
         /// The pool's name.
@@ -232,7 +274,7 @@ pub enum ProvisionError {
     /// A copy would show no single point in time.
     #[error(
         "the file system of pool {pool:?} cannot clone files at one point in time, and a copy of \
-         an image that is being written would be torn: unstage the volume first, or use a pool \
+         an image that is being written would be torn; unstage the volume first, or use a pool \
          on xfs or btrfs"
     )]
     NoPointInTime {
@@ -243,6 +285,8 @@ pub enum ProvisionError {
         holder: Box<ProvisionError>,
     },
     /// A create that failed is complete all the same.
+    ///
+    /// Remedy: delete it: `uringctl delete NAME`.
     #[error("record {} shows it as complete, so it may be in use by now", .0.display())]
     Complete(PathBuf),
     /// The source of a copy has another size than when it was opened.
@@ -255,6 +299,9 @@ pub enum ProvisionError {
     #[error("starting_token {0:?} is not one of this driver's; list from the beginning")]
     BadToken(String),
     /// A file of the catalogue is invalid.
+    ///
+    /// Remedy: correct the record by hand, or restore it from a backup; remove it only if its
+    /// volume may go.
     #[error("cannot parse {} of the catalogue; correct or remove it by hand", path.display())]
     Corrupt {
         path: PathBuf,
@@ -278,7 +325,7 @@ pub enum ProvisionError {
     /// An image has a reservation and no record.
     #[error(
         "image {} has lost its record {}, so the controller cannot determine whether it is in \
-         use, and keeps it: restore the record, or, if the image is not needed, remove it and \
+         use, and keeps it; restore the record, or, if the image is not needed, remove it and \
          then {}",
         image.display(), record.display(), reservation.display()
     )]
@@ -290,6 +337,9 @@ pub enum ProvisionError {
         reservation: PathBuf,
     },
     /// A pool has not answered in time.
+    ///
+    /// Remedy: repair the pool's disk or server: `ls DIRECTORY` hangs as long as it does not
+    /// answer.
     #[error("pool {pool:?} has not answered for {} s", after.as_secs())]
     Silent {
         /// The pool's name.
@@ -310,6 +360,9 @@ pub enum ProvisionError {
     #[error(transparent)]
     Rbd(#[from] RbdError),
     /// A system call failed.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); `df DIRECTORY` shows whether the file system
+    /// is full.
     #[error("cannot {step} {}", path.display())]
     Io {
         /// The system call.

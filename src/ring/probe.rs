@@ -52,6 +52,8 @@ pub struct Block {
 #[derive(Debug, thiserror::Error)]
 pub enum ProbeError {
     /// An I/O error of the device or its connection.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the device, or the server behind it, fails.
     #[error("the read of {len} bytes at byte {offset} failed")]
     Read {
         /// Bytes from the device's start.
@@ -61,12 +63,16 @@ pub enum ProbeError {
         source: io::Error,
     },
     /// The device is shorter than the regions.
+    ///
+    /// Remedy: compare the device (`blockdev --getsize64`) with its image or export.
     #[error("the device ends at byte {end}, before the bytes to read: has it shrunk?")]
     Short {
         /// Its end, in bytes.
         end: u64,
     },
     /// The kernel made no ring, or took no read.
+    ///
+    /// Remedy: `uringctl doctor` says what is missing.
     #[error("the kernel refuses to read through io_uring")]
     Ring(#[source] io::Error),
 }

@@ -28,6 +28,9 @@ const LIST_WITHIN: Duration = Duration::from_secs(2);
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The supervisor does not answer.
+    ///
+    /// Remedy: start it: `systemctl start uring-csi-holder`, or its DaemonSet; the agent's --holder
+    /// names its socket.
     #[error("uring-csi-holder does not answer on {endpoint}; is it running on this node?")]
     Unreachable {
         /// Its socket.
@@ -39,6 +42,8 @@ pub enum ClientError {
     #[error("{1}")]
     Refused(Refusal, String),
     /// The client could not be set up.
+    ///
+    /// Remedy: correct --holder of the node agent; `uringctl doctor` checks the socket.
     #[error("cannot call uring-csi-holder")]
     Io(#[from] std::io::Error),
 }

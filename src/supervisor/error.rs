@@ -23,7 +23,7 @@ pub enum SupervisorError {
     },
     /// The device has the image of that name of another cluster.
     #[error(
-        "volume {volume_id} is mapped as {node} of cluster {known}, not {given}: end the volume's pods on this node, so that it is unstaged and staged again"
+        "volume {volume_id} is mapped as {node} of cluster {known}, not {given}; end the volume's pods on this node, so that it is unstaged and staged again"
     )]
     Elsewhere {
         volume_id: String,
@@ -35,7 +35,7 @@ pub enum SupervisorError {
     },
     /// The cluster refused the user.
     #[error(
-        "the cluster does not let client.{user} map image {image}: check userID, userKey and the user's caps (ceph auth get client.{user})"
+        "the cluster does not let client.{user} map image {image}; check userID, userKey and the user's caps (ceph auth get client.{user})"
     )]
     Denied {
         image: String,
@@ -43,6 +43,9 @@ pub enum SupervisorError {
         user: String,
     },
     /// No monitor answers.
+    ///
+    /// Remedy: repair the monitors or the network to them: `ceph -s`; `ceph mon dump` shows their
+    /// addresses.
     #[error("no monitor answers, so image {image} is not mapped: {message}")]
     Silent {
         image: String,
@@ -50,11 +53,15 @@ pub enum SupervisorError {
         message: String,
     },
     /// The daemon ended without a message, as it does if the image is missing.
+    ///
+    /// Remedy: `rbd ls --pool POOL` shows the images; restore the image, or correct the volume.
     #[error(
         "rbd-nbd ended without a message, as it does if the cluster has no image {image}, or no such pool, namespace or snapshot"
     )]
     Missing { image: String },
     /// The daemon ended with a message.
+    ///
+    /// Remedy: read rbd-nbd's own words in the message, and the kernel log (`journalctl -k`).
     #[error("rbd-nbd cannot serve image {image}: {message}")]
     Failed {
         image: String,
@@ -62,9 +69,14 @@ pub enum SupervisorError {
         message: String,
     },
     /// Another process took the device first.
+    ///
+    /// Remedy: nothing: the call is repeated.
     #[error("another process took the NBD device that was chosen for image {image}")]
     Taken { image: String },
     /// The controller has not published the volume to this node, or has unpublished it.
+    ///
+    /// Remedy: delete the pod, so that Kubernetes attaches the volume anew; `kubectl get
+    /// volumeattachments` shows where it is.
     #[error(
         "image {image} is not published to node {node} (any more), so the supervisor starts no rbd-nbd for it: another node may have it"
     )]
@@ -74,6 +86,9 @@ pub enum SupervisorError {
         node: String,
     },
     /// The daemon was not started, or was ended: the controller could not fence it.
+    ///
+    /// Remedy: look at the cluster (`ceph -s`) and the user's rights (`ceph auth get client.USER`);
+    /// the call is repeated.
     #[error("cannot register the client of rbd-nbd for image {image} for fencing: {message}")]
     NotRegistered {
         image: String,
@@ -81,6 +96,8 @@ pub enum SupervisorError {
         message: String,
     },
     /// The daemon neither serves nor ends in time.
+    ///
+    /// Remedy: look at the cluster (`ceph -s`); a daemon that hangs ends once the cluster answers.
     #[error("rbd-nbd (process {pid}) for image {image} {how}")]
     Stuck {
         image: String,
@@ -93,6 +110,8 @@ pub enum SupervisorError {
     #[error("work on volume {0} is still under way; repeat the call, which waits for it")]
     UnderWay(String),
     /// rbd-nbd is not installed.
+    ///
+    /// Remedy: install the package rbd-nbd, in the supervisor's image or on the machine.
     #[error("cannot start {program}; it is in the package rbd-nbd")]
     NoProgram {
         /// Its name.
@@ -102,18 +121,24 @@ pub enum SupervisorError {
     },
     /// The supervisor has no such volume.
     #[error(
-        "rbd-nbd does not map volume {0} on this node, or the supervisor has no record of it: stage the volume again (kubelet does when it restarts)"
+        "rbd-nbd does not map volume {0} on this node, or the supervisor has no record of it; stage the volume again (kubelet does when it restarts)"
     )]
     Unknown(String),
     /// The supervisor does not have the key.
+    ///
+    /// Remedy: `uringctl reattach VOLUME --secrets DIR`, or stage the volume again.
     #[error(
         "the supervisor has no key of volume {0}; the next stage of the volume brings it, or uringctl reattach"
     )]
     NoKey(String),
     /// A file system, device mapper, md or a process holds the device.
+    ///
+    /// Remedy: `uringctl volumes`, or `lsof DEVICE`, shows who has it open; end that.
     #[error("{} is in use; it stays mapped until its opener closes it", node.display())]
     Busy { node: PathBuf },
     /// The image has not grown to the size.
+    ///
+    /// Remedy: `rbd info POOL/IMAGE` shows the image's size; expand the volume again.
     #[error(
         "{} has {bytes} bytes, fewer than the required {wanted}: image {image} was not grown", node.display()
     )]
@@ -126,6 +151,8 @@ pub enum SupervisorError {
         wanted: u64,
     },
     /// Another operation failed.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot {what} {subject}")]
     Io {
         /// The operation.

@@ -49,6 +49,8 @@ pub struct RegistrationKey {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SpecError {
     /// A name has characters that the program would read otherwise.
+    ///
+    /// Remedy: map the image by krbd (mounter rbd), or take another name.
     #[error("rbd-nbd would misread {text:?} as the {what}")]
     Unsuited {
         /// The kind of name.

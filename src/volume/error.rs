@@ -20,6 +20,8 @@ use crate::{
 };
 
 /// A call that failed.
+///
+/// Remedy: that of the cause that follows.
 #[derive(Debug, thiserror::Error)]
 #[error("volume {volume}")]
 pub struct VolumeError {
@@ -66,6 +68,9 @@ pub enum Cause {
     #[error("{0}")]
     NotFound(String),
     /// The volume is there with other arguments than those requested.
+    ///
+    /// Remedy: unstage the volume first, or request it as it is; `uringctl volumes` shows how it is
+    /// staged.
     #[error("it is already {have}; requested: {want}")]
     Incompatible {
         /// The arguments that it has.
@@ -77,6 +82,8 @@ pub enum Cause {
     #[error("{0}")]
     Precondition(String),
     /// Another call works on the volume.
+    ///
+    /// Remedy: wait, or find what hangs: `uringctl volumes` shows each step and its age.
     #[error("{} is under way, {}", .0.call, .0)]
     Pending(UnderWay),
     /// Another volume's call works on the same path.
@@ -90,15 +97,26 @@ pub enum Cause {
         other: String,
     },
     /// The agent has just started, and has not recovered its volumes yet.
+    ///
+    /// Remedy: repeat the call; if it lasts, `uringctl info` and the agent's log say what it waits
+    /// for.
     #[error("this node's agent has just started and is still recovering its volumes")]
     NotRecovered,
     /// The volume may be an inline one, whose record is not read yet.
+    ///
+    /// Remedy: repair the disk of --state-dir; `uringctl info` shows when the records are read.
     #[error("it may be an inline volume, and those are not recovered yet: {0}")]
     RecordsUnread(String),
     /// The caller's deadline passed; the work continues.
+    ///
+    /// Remedy: nothing: kubelet repeats the call, which joins the work; `uringctl volumes` shows
+    /// the step.
     #[error("{} continues after this call's deadline, {}; the next equal call joins it", .0.call, .0)]
     Deadline(UnderWay),
     /// Another opener keeps the device busy; nothing was disconnected.
+    ///
+    /// Remedy: end the opener that the message names (`kill`, `umount`, `losetup -d`); the repeat
+    /// succeeds.
     #[error(
         "{device} is busy, nothing was disconnected: {}",
         openers::describe(openers)
@@ -110,6 +128,9 @@ pub enum Cause {
         openers: Vec<Opener>,
     },
     /// As many unmounts as may wait for the server do.
+    ///
+    /// Remedy: bring the server back, or repair the network to it (`rpcinfo -t SERVER nfs`, or a
+    /// connection to port 2049).
     #[error(
         "{count} unmounts wait for the server {server}, which does not answer; nothing more of it \
          is unmounted until one of them ends"
@@ -121,6 +142,8 @@ pub enum Cause {
         count: usize,
     },
     /// The device is not proven blank and does not hold the requested file system.
+    ///
+    /// Remedy: if its content may be lost: `uringctl format VOLUME --fs TYPE --confirm VOLUME`.
     #[error(
         "{device} holds {what}, which is neither blank nor {wanted}; it is left as it is (`uringctl format` destroys it on request)"
     )]
@@ -133,6 +156,9 @@ pub enum Cause {
         wanted: &'static str,
     },
     /// The program that makes file systems failed.
+    ///
+    /// Remedy: read the program's output and the kernel log (`journalctl -k`); correct mkfsOptions
+    /// in the class, or repair the device.
     #[error("{program} on {device} failed ({status}): {output}")]
     Mkfs {
         /// The device's node.
@@ -147,6 +173,8 @@ pub enum Cause {
         output: String,
     },
     /// The file system is damaged.
+    ///
+    /// Remedy: detach the volume (`uringctl down VOLUME`), back up its image, and run fsck by hand.
     #[error("{device} needs repair by hand")]
     Fsck {
         /// The device's node.
@@ -182,6 +210,8 @@ pub enum Cause {
     #[error("{0}")]
     Unsupported(String),
     /// The node has as many volumes as it may have.
+    ///
+    /// Remedy: move pods to other nodes, or raise --max-volumes.
     #[error("this node holds {limit} volumes already, as many as --max-volumes allows")]
     Full { limit: i64 },
     /// Too many volumes wait for a step; nothing was done.
@@ -202,6 +232,8 @@ pub enum Cause {
         required: u64,
     },
     /// The kernel refused something else.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot {what}")]
     Io {
         /// The operation.
@@ -211,6 +243,8 @@ pub enum Cause {
     },
     /// A call failed, and the volume is in use, or has data of an earlier call: a final code
     /// would make kubelet forget the volume, and never unstage it.
+    ///
+    /// Remedy: that of the message before the semicolon; the call is repeated.
     #[error("{}; it stays as it was", error_chain(.0))]
     Kept(Box<Cause>),
     /// A device was formatted, and is still attached.
@@ -220,6 +254,8 @@ pub enum Cause {
     )]
     NotDetached(Box<Cause>),
     /// A call failed, and so did its undo.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`) and `uringctl volumes`; the call is repeated.
     #[error(
         "{}; its undo failed, too ({}); the next call repeats it",
         error_chain(cause),

@@ -18,14 +18,16 @@ pub struct Credentials {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CredentialsError {
     /// A secret is missing.
+    ///
+    /// Remedy: add it to the Secret: userID and userKey, of `ceph auth get client.USER`.
     #[error("the secret has no {0}")]
     Missing(&'static str),
     /// The user's id has the prefix `client.`, or characters that the line for krbd does
     /// not allow.
-    #[error("the secret's {0} is no user id: use letters, digits and ._-, without \"client.\"")]
+    #[error("the secret's {0} is no user id; use letters, digits and ._-, without \"client.\"")]
     User(&'static str),
     /// The key's form is wrong.
-    #[error("the secret's {0} is no CephX key: use what `ceph auth get-key` prints")]
+    #[error("the secret's {0} is no CephX key; use what `ceph auth get-key` prints")]
     Key(&'static str),
 }
 

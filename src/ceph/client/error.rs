@@ -16,6 +16,9 @@ pub enum CephError {
     #[error(transparent)]
     Monitors(#[from] MonitorError),
     /// Nothing was asked: the network namespace of the cluster cannot be entered.
+    ///
+    /// Remedy: correct netNamespaceFilePath in the file of --ceph-config, or create the namespace
+    /// (`ip netns add`).
     #[error("could not enter network namespace {}", file.display())]
     NetNamespace {
         /// The namespace's file.
@@ -37,6 +40,8 @@ pub enum CephError {
         earlier: String,
     },
     /// A library returned an error.
+    ///
+    /// Remedy: look at the cluster: `ceph -s`, and the user's rights: `ceph auth get client.USER`.
     #[error("could not {operation} {object}{}", hint(*errno))]
     Failed {
         /// The operation, such as "open".

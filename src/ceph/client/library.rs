@@ -31,7 +31,7 @@ pub struct Libraries {
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum MissingLibrary {
     /// The dynamic linker does not find it, or cannot load it.
-    #[error("{library} cannot be loaded ({reason}): install the package {package}")]
+    #[error("{library} cannot be loaded ({reason}); install the package {package}")]
     Library {
         /// Its SONAME.
         library: &'static str,
@@ -41,6 +41,8 @@ pub enum MissingLibrary {
         reason: String,
     },
     /// It is older than Ceph 16.2.
+    ///
+    /// Remedy: install a newer librados2 or librbd1, of Ceph 16.2 or later, in the program's image.
     #[error("{library} has no {function}: install {package} of Ceph 16.2 or newer")]
     TooOld {
         /// Its SONAME.

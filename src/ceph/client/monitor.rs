@@ -128,12 +128,17 @@ fn bare(part: &str) -> &str {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MonitorError {
     /// An entry of the list is no address.
-    #[error("{0:?} is not the address of a monitor: use host:port")]
+    #[error("{0:?} is not the address of a monitor; use host:port")]
     NoAddress(String),
     /// The list is empty.
+    ///
+    /// Remedy: add the cluster's monitors to the file of --ceph-config: `ceph mon dump`.
     #[error("the list of monitors is empty")]
     Empty,
     /// No monitor greets; each address with its error.
+    ///
+    /// Remedy: repair the monitors or the network to them: `ceph -s`; `ceph mon dump` shows their
+    /// addresses.
     #[error("no monitor answers ({0})")]
     Unanswered(String),
 }

@@ -67,6 +67,9 @@ pub struct ReadAffinity {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// It cannot be read.
+    ///
+    /// Remedy: create the file, or correct --ceph-config; in Kubernetes the ConfigMap that is
+    /// mounted there.
     #[error("{} cannot be read", path.display())]
     Unreadable {
         path: PathBuf,
@@ -74,6 +77,8 @@ pub enum ConfigError {
         source: io::Error,
     },
     /// It has another form than ceph-csi's.
+    ///
+    /// Remedy: write it as ceph-csi's config.json: [Ceph](../ceph.md).
     #[error("{} is not in the form of ceph-csi's config.json", path.display())]
     Malformed {
         path: PathBuf,
@@ -81,17 +86,19 @@ pub enum ConfigError {
         source: serde_json::Error,
     },
     /// It has no such cluster.
-    #[error("{} has no cluster {cluster_id:?}: add it, or correct the clusterID", path.display())]
+    #[error("{} has no cluster {cluster_id:?}; add it, or correct the clusterID", path.display())]
     Unknown {
         path: PathBuf,
         /// The requested id.
         cluster_id: String,
     },
     /// The cluster has no monitors.
+    ///
+    /// Remedy: add the cluster's monitors: `ceph mon dump`.
     #[error("{} has no monitors for the cluster {cluster_id:?}", path.display())]
     NoMonitors { path: PathBuf, cluster_id: String },
     /// An entry of the file of mappings maps no cluster.
-    #[error("entry {nr} of {} has no clusterIDMapping: add it, or remove the entry", path.display())]
+    #[error("entry {nr} of {} has no clusterIDMapping; add it, or remove the entry", path.display())]
     NoMapping {
         path: PathBuf,
         /// Its number; the first is 1.

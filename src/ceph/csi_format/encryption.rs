@@ -45,14 +45,21 @@ pub const RAW_KEY_BYTES: usize = 32;
 #[derive(Debug, thiserror::Error)]
 pub enum EncryptionError {
     /// The secret has no passphrase.
+    ///
+    /// Remedy: add encryptionPassphrase to the Secret.
     #[error("the secret has no encryptionPassphrase")]
     Missing,
     /// Its passphrase cannot be a key.
+    ///
+    /// Remedy: use a longer encryptionPassphrase in the Secret.
     #[error(
         "the secret's encryptionPassphrase has less than {RAW_KEY_BYTES} characters, which encryptionType `file` needs for a key"
     )]
     Short,
     /// No such key management system is configured.
+    ///
+    /// Remedy: add the section to the file, in Kubernetes the ConfigMap of the KMS, or correct
+    /// encryptionKMSID.
     #[error("encryptionKMSID {id:?} is not in {}", path.display())]
     Unknown {
         id: String,
@@ -60,6 +67,8 @@ pub enum EncryptionError {
         path: PathBuf,
     },
     /// There is no configuration.
+    ///
+    /// Remedy: give the file by --kms-config: [Encryption](../ceph.md#encrypted-volumes).
     #[error(
         "encryptionKMSID {id:?} cannot be looked up: there is no file {}",
         path.display()
@@ -70,6 +79,8 @@ pub enum EncryptionError {
         path: PathBuf,
     },
     /// The driver does not support this key management system.
+    ///
+    /// Remedy: choose one of these in the class.
     #[error(
         "encryptionKMSID {id:?}: {what} is not supported; supported are the types \"metadata\", \"vault\", \"vaulttokens\", \"vaulttenantsa\", \"kmip\" and \"aws-metadata\", and, without an id, the passphrase of the volume's secret"
     )]
@@ -79,11 +90,15 @@ pub enum EncryptionError {
         what: String,
     },
     /// The key management system only seals passphrases.
+    ///
+    /// Remedy: choose a KMS that stores passphrases, such as `vault`, or encryptionType `block`.
     #[error(
         "encryptionType `file` takes no KMS that seals passphrases (`kmip`, `aws-metadata`): ceph-csi has no form for that"
     )]
     NotForFiles,
     /// The configuration of the key management system is not valid.
+    ///
+    /// Remedy: correct the section: [Encryption](../ceph.md#encrypted-volumes).
     #[error("encryptionKMSID {id:?} in {}: {why}", path.display())]
     Section {
         id: String,
@@ -93,11 +108,16 @@ pub enum EncryptionError {
         why: String,
     },
     /// The volume has no tenant, which its key management system needs.
+    ///
+    /// Remedy: start the provisioner with --extra-create-metadata, and create the volume anew.
     #[error(
         "encryptionKMSID {id:?} keeps passphrases by tenant, and the volume has none: its journal has no csi.volume.owner, which the provisioner's --extra-create-metadata gives"
     )]
     NoTenant { id: String },
     /// The key management system did not do its part.
+    ///
+    /// Remedy: look at the key management system: its address, its log, and the driver's token or
+    /// key.
     #[error("encryptionKMSID {id:?}: {what}")]
     Service {
         id: String,
@@ -106,6 +126,8 @@ pub enum EncryptionError {
         kind: Kind,
     },
     /// The configuration, or a Secret or token that it names, cannot be read.
+    ///
+    /// Remedy: mount the file, and let the program read it (`ls -l`).
     #[error("cannot read {}", path.display())]
     Config {
         /// The file.
@@ -114,9 +136,14 @@ pub enum EncryptionError {
         source: io::Error,
     },
     /// The stored passphrase is not a sealed one.
+    ///
+    /// Remedy: restore the image's metadata (`rbd image-meta get POOL/IMAGE KEY`); without it the
+    /// data cannot be read.
     #[error("the image's metadata {SEALED_KEY} holds no sealed passphrase")]
     Malformed,
     /// It was sealed with another passphrase, or for another volume.
+    ///
+    /// Remedy: pass the encryptionPassphrase with which the volume was created.
     #[error(
         "the secret's encryptionPassphrase does not open the passphrase in the image's metadata {SEALED_KEY}"
     )]

@@ -29,6 +29,8 @@ pub fn is_ours(text: &str) -> bool {
 }
 
 /// The text is no handle of a Ceph volume.
+///
+/// Remedy: use the volumeHandle that `uringctl list` shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a handle of a Ceph volume")]
 pub struct NotOurs;

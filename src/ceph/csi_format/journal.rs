@@ -40,6 +40,9 @@ pub enum JournalError {
     #[error(transparent)]
     Ceph(#[from] CephError),
     /// A value has no form that ceph-csi or this driver writes.
+    ///
+    /// Remedy: compare object and image (`rados listomapvals`, `rbd info`), and correct the object
+    /// by hand.
     #[error("key {key:?} of object {object} has the invalid value {value:?}; correct it by hand")]
     Corrupt {
         /// The object, with its pool.
@@ -48,6 +51,9 @@ pub enum JournalError {
         value: String,
     },
     /// Directory and entry contradict each other.
+    ///
+    /// Remedy: compare both objects (`rados listomapvals`), and remove the wrong entry (`rados
+    /// rmomapkey`).
     #[error(
         "name {name:?} leads to object {object}, which belongs to {there:?}; correct the journal by hand"
     )]

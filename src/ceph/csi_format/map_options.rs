@@ -36,10 +36,12 @@ pub struct MapOptions(Vec<MapOption>);
 pub enum OptionError {
     /// It does not have the driver's form.
     #[error(
-        "{0:?} is no option: write name or name=value, without blanks, commas or control characters"
+        "{0:?} is no option; write name or name=value, without blanks, commas or control characters"
     )]
     Malformed(String),
     /// Another setting decides it.
+    ///
+    /// Remedy: remove the option from mapOptions of the class.
     #[error("the option {name} is refused: {why}")]
     Refused {
         /// The option's name.
@@ -48,7 +50,7 @@ pub enum OptionError {
         why: &'static str,
     },
     /// It names an unknown mounter.
-    #[error("{0:?} is no mounter: write krbd:a,b;nbd:c, or a,b for krbd alone")]
+    #[error("{0:?} is no mounter; write krbd:a,b;nbd:c, or a,b for krbd alone")]
     Mounter(String),
 }
 

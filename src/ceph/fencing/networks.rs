@@ -27,6 +27,8 @@ pub struct Cidr {
 }
 
 /// The text is no range of addresses.
+///
+/// Remedy: correct the range in the NetworkFence (`kubectl edit networkfence NAME`).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no range of IP addresses, such as 10.0.0.0/24 or 2001:db8::/64")]
 pub struct BadCidr(String);
@@ -120,7 +122,7 @@ pub enum NetworkError {
     Ceph(#[from] CephError),
     /// The monitors are old, and the range is large.
     #[error(
-        "{0} has more than {MOST_HOSTS} addresses, and the cluster's monitors fence no ranges: \
+        "{0} has more than {MOST_HOSTS} addresses, and the cluster's monitors fence no ranges; \
          fence smaller ones, or update the cluster"
     )]
     Large(Cidr),

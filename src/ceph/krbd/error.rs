@@ -14,12 +14,17 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 pub enum KrbdError {
     /// No RBD driver.
+    ///
+    /// Remedy: `modprobe rbd` on this node.
     #[error("the kernel's RBD driver is not there; load the kernel module \"rbd\" on this node")]
     NoDriver(#[source] io::Error),
     /// The configuration has no address of a monitor.
     #[error(transparent)]
     Monitor(#[from] MonitorError),
     /// No monitor's name is known.
+    ///
+    /// Remedy: write the monitor's address in place of its name, or correct the node's DNS (`getent
+    /// hosts NAME`).
     #[error("cannot look up the monitor {monitor}")]
     Lookup {
         /// The configured name.
@@ -28,6 +33,9 @@ pub enum KrbdError {
         source: io::Error,
     },
     /// There is no address for the version of the protocol.
+    ///
+    /// Remedy: add monitors on these ports to the file of --ceph-config, or correct ms_mode in
+    /// mapOptions.
     #[error(
         "ms_mode={mode} needs monitors on the ports of that protocol (3300; 6789 with legacy), but the configuration has {monitors}"
     )]
@@ -37,6 +45,9 @@ pub enum KrbdError {
         monitors: String,
     },
     /// No monitor answers; the agent did not ask the driver.
+    ///
+    /// Remedy: repair the monitors or the network to them: `ceph -s`; `ceph mon dump` shows their
+    /// addresses.
     #[error("cannot map image {image}")]
     Silent {
         image: String,
@@ -44,6 +55,8 @@ pub enum KrbdError {
         source: MonitorError,
     },
     /// The driver lacks features of the image.
+    ///
+    /// Remedy: disable them (`rbd feature disable`), or map by rbd-nbd (mounter rbd-nbd).
     #[error(
         "image {image} has features that this kernel's RBD driver lacks: {lacking}; it has {supported}"
     )]
@@ -55,6 +68,8 @@ pub enum KrbdError {
         supported: Features,
     },
     /// The names do not fit into the driver's line.
+    ///
+    /// Remedy: take names that the kernel's driver accepts, or map by rbd-nbd (mounter rbd-nbd).
     #[error("image {image}: {what}")]
     Unsuited {
         image: String,
@@ -86,13 +101,15 @@ pub enum KrbdError {
         nodes: (String, String),
     },
     /// An agent that was killed meanwhile is still mapping it.
+    ///
+    /// Remedy: nothing: the call is repeated; if it lasts, read the kernel log (`journalctl -k`).
     #[error(
         "an agent that was killed is still mapping the image, and cannot be stopped; a later call finds the device"
     )]
     UnderWay,
     /// The cluster refused the user.
     #[error(
-        "the cluster does not let client.{user} map image {image}: check userID, userKey and the user's caps (ceph auth get client.{user})"
+        "the cluster does not let client.{user} map image {image}; check userID, userKey and the user's caps (ceph auth get client.{user})"
     )]
     Denied {
         image: String,
@@ -102,9 +119,13 @@ pub enum KrbdError {
         source: io::Error,
     },
     /// Pool, namespace, image or snapshot is missing.
+    ///
+    /// Remedy: `rbd ls --pool POOL` shows the images; restore the image, or correct the volume.
     #[error("the cluster has no image {image}, or no such pool, namespace or snapshot")]
     Missing { image: String },
     /// The driver failed.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`).
     #[error(
         "cannot map image {image}{}; the kernel's log says more",
         reason(source)
@@ -115,9 +136,14 @@ pub enum KrbdError {
         source: io::Error,
     },
     /// A file system, device mapper, md or a process holds the device.
+    ///
+    /// Remedy: `uringctl volumes`, or `lsof DEVICE`, shows who has it open; end that.
     #[error("{node} is in use; it stays mapped until its opener closes it")]
     Busy { node: PathBuf },
     /// The image has not grown to the size.
+    ///
+    /// Remedy: `rbd info POOL/IMAGE` shows the image's size; if it has grown, unstage the volume
+    /// and stage it again.
     #[error(
         "{node} has {bytes} bytes, fewer than the required {wanted}: image {image} was not grown, or the cluster has not notified this node"
     )]
@@ -130,6 +156,8 @@ pub enum KrbdError {
         wanted: u64,
     },
     /// The kernel refused something else.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot {what} {subject}")]
     Device {
         /// What was tried.

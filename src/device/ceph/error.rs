@@ -39,6 +39,8 @@ pub enum CephImageError {
     #[error(transparent)]
     Cluster(#[from] CephError),
     /// Other clients have the image open.
+    ///
+    /// Remedy: `rbd status POOL/IMAGE` shows who has it open; unmap it there.
     #[error(
         "image {image} is in use by {}; it is mapped for a single writer once they close it",
         addresses(watchers)
@@ -50,10 +52,13 @@ pub enum CephImageError {
     },
     /// Its data is another cluster's, and changes below a reader.
     #[error(
-        "image {image} is the secondary of a mirror, which rbd-mirror rewrites: promote it (rbd mirror image promote), or stage the volume where the image is primary"
+        "image {image} is the secondary of a mirror, which rbd-mirror rewrites; promote it (rbd mirror image promote), or stage the volume where the image is primary"
     )]
     Secondary { image: String },
     /// The pool has the id that cluster-mapping.json gives it.
+    ///
+    /// Remedy: correct cluster-mapping.json of --ceph-config: `ceph osd pool ls detail` shows the
+    /// ids.
     #[error(
         "image {image} is in a pool with the id {is}, as cluster-mapping.json says, not {wanted}"
     )]
@@ -65,6 +70,9 @@ pub enum CephImageError {
         wanted: i64,
     },
     /// The controller has not published the volume to this node, or has unpublished it.
+    ///
+    /// Remedy: delete the pod, so that Kubernetes attaches the volume anew; `kubectl get
+    /// volumeattachments` shows where it is.
     #[error(
         "image {image} is not published to node {node} (any more), so the agent does not use it: another node may have it"
     )]
@@ -75,7 +83,7 @@ pub enum CephImageError {
     },
     /// The client to fence is unknown.
     #[error(
-        "cannot determine which Ceph client maps image {image} on {}, so the controller could not fence it: try again",
+        "cannot determine which Ceph client maps image {image} on {}, so the controller could not fence it; try again",
         node.display()
     )]
     UnknownClient { image: String, node: PathBuf },
@@ -88,6 +96,8 @@ pub enum CephImageError {
     )]
     OnePassphrase,
     /// ceph-csi has no rotation of keys for files either.
+    ///
+    /// Remedy: none: copy the data to a new volume to change its key.
     #[error("its files are encrypted (encryptionType `file`), whose key cannot be rotated")]
     FilesKey,
     /// ceph-csi or another node has the lock.
@@ -100,7 +110,7 @@ pub enum CephImageError {
     KeyOfMirror,
     /// The cluster failed over since the image was mapped.
     #[error(
-        "{} is mapped from another cluster than the one that has image {image} now, so its key is not rotated: end the volume's pods on this node, so that it is unstaged and staged again",
+        "{} is mapped from another cluster than the one that has image {image} now, so its key is not rotated; end the volume's pods on this node, so that it is unstaged and staged again",
         node.display()
     )]
     AnotherCluster { image: String, node: PathBuf },
@@ -113,6 +123,9 @@ pub enum CephImageError {
     )]
     Unreadable { image: String },
     /// Its metadata say that it is encrypted, and it is blank.
+    ///
+    /// Remedy: if it should have data, restore it from a backup; if it may be empty: `uringctl
+    /// format VOLUME --fs TYPE --confirm VOLUME`.
     #[error(
         "image {image} is encrypted according to its metadata, but is blank; the agent does not format it"
     )]
@@ -123,12 +136,16 @@ pub enum CephImageError {
     )]
     Blank { image: String },
     /// Its class has options of luksFormat that only ceph-csi supports.
+    ///
+    /// Remedy: stage it by ceph-csi first, or create it by a class without these options.
     #[error(
         "image {image} is blank, and this driver does not support the encryption options of its volume context ({}): stage it by ceph-csi first, or create it by a class without them",
         TUNING.join(", ")
     )]
     Tuned { image: String },
     /// Several mapped images have the names in a stage file.
+    ///
+    /// Remedy: unmap the images that the volume does not have (`rbd device list`, `rbd unmap`).
     #[error(
         "{} have the names of image {image}; cannot determine which of them the volume has: unmap the others (rbd unmap)",
         list(nodes)
@@ -139,6 +156,8 @@ pub enum CephImageError {
         nodes: Vec<PathBuf>,
     },
     /// The call failed, and the image could not be unmapped.
+    ///
+    /// Remedy: nothing: the call is repeated; `uringctl volumes` shows the step.
     #[error("{cause}; the image stays mapped ({undo}), and the next call continues")]
     NotUndone {
         /// The error of the call.
@@ -166,6 +185,9 @@ pub enum CephImageError {
     )]
     BeingMapped,
     /// The image has a device without a daemon, and the supervisor cannot be reached.
+    ///
+    /// Remedy: start uring-csi-holder (`systemctl start uring-csi-holder`, or its DaemonSet), and
+    /// then `uringctl reattach VOLUME`.
     #[error("{} is image {image}, and no rbd-nbd serves it: its I/O waits", node.display())]
     Unserved {
         image: String,
@@ -175,7 +197,7 @@ pub enum CephImageError {
     },
     /// The device of a staged volume is gone, or of another cluster.
     #[error(
-        "image {image} is staged, and krbd has no device for it any more: end the volume's pods on this node, so that it is unstaged and staged again"
+        "image {image} is staged, and krbd has no device for it any more; end the volume's pods on this node, so that it is unstaged and staged again"
     )]
     Unmapped { image: String },
     /// The supervisor of rbd-nbd failed.

@@ -36,6 +36,9 @@ pub struct Connection {
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// No server answers.
+    ///
+    /// Remedy: start the server, or open its port (10809) to the nodes; `nbdinfo nbd://SERVER`
+    /// tries it.
     #[error("cannot connect to the server")]
     Connect(#[source] io::Error),
     /// The handshake failed.

@@ -12,9 +12,13 @@ use crate::{Kind, nbd::Export};
 #[derive(Debug, thiserror::Error)]
 pub enum NbdError {
     /// No NBD driver.
+    ///
+    /// Remedy: `modprobe nbd` on this node.
     #[error("the kernel's NBD driver does not answer; load the kernel module \"nbd\" on this node")]
     NoDriver(#[source] io::Error),
     /// The server is away, or refuses the export.
+    ///
+    /// Remedy: that of the cause that follows.
     #[error("export {export}")]
     Server {
         export: Export,
@@ -22,6 +26,9 @@ pub enum NbdError {
         source: ConnectError,
     },
     /// The export does not fit the volume.
+    ///
+    /// Remedy: correct the export on the server: `nbdinfo nbd://SERVER/EXPORT` shows what it
+    /// offers.
     #[error("export {export} {what}")]
     Unsuited {
         export: Export,
@@ -63,9 +70,13 @@ pub enum NbdError {
         has: u64,
     },
     /// A file system, device mapper, md or a process has the device open.
+    ///
+    /// Remedy: `uringctl volumes`, or `lsof DEVICE`, shows who has it open; end that.
     #[error("{node} is in use; it stays attached until its opener closes it")]
     Busy { node: PathBuf },
     /// Another operation on the device failed.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot {what} {node}")]
     Device {
         /// The device's node, or the driver's control interface.

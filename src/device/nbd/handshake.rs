@@ -84,6 +84,8 @@ pub struct ExportInfo {
 #[derive(Debug, thiserror::Error)]
 pub enum HandshakeError {
     /// The server has no such export.
+    ///
+    /// Remedy: correct the volume's export, or add it on the server: `nbdinfo --list nbd://SERVER`.
     #[error("the server has no export {name:?}{}", ServerMessage(message))]
     NoExport {
         /// The requested name.
@@ -93,7 +95,7 @@ pub enum HandshakeError {
     },
     /// The server insists on TLS.
     #[error(
-        "the server insists on TLS{}, which the kernel's NBD driver does not support: run nbdkit as a TLS client on each node (docs/nbd.md), or serve the export without TLS, over a network that you trust",
+        "the server insists on TLS{}, which the kernel's NBD driver does not support; run nbdkit as a TLS client on each node (docs/nbd.md), or serve the export without TLS, over a network that you trust",
         ServerMessage(message)
     )]
     NeedsTls {
@@ -101,18 +103,24 @@ pub enum HandshakeError {
         message: String,
     },
     /// The server does not serve this client.
+    ///
+    /// Remedy: let this node use the export, on the server.
     #[error("the server refuses{}", ServerMessage(message))]
     Policy {
         /// The server's message; may be empty.
         message: String,
     },
     /// The server is shutting down.
+    ///
+    /// Remedy: start the server again; the call is repeated.
     #[error("the server is shutting down{}", ServerMessage(message))]
     ShuttingDown {
         /// The server's message; may be empty.
         message: String,
     },
     /// Any other error of the protocol.
+    ///
+    /// Remedy: read the server's log.
     #[error("the server answers error {:#x}{}", code, ServerMessage(message))]
     Refused {
         /// `NBD_REP_ERR_…`.
@@ -126,9 +134,13 @@ pub enum HandshakeError {
     )]
     TooOld,
     /// The peer is no NBD server, or a broken one.
+    ///
+    /// Remedy: correct address and port: `nbdinfo nbd://SERVER` must answer.
     #[error("the peer does not speak NBD: {0}")]
     Malformed(&'static str),
     /// The connection failed, or the timeout expired.
+    ///
+    /// Remedy: read the server's log, and repair the network; `nbdinfo nbd://SERVER` tries it.
     #[error("the handshake failed")]
     Io(#[from] io::Error),
 }

@@ -10,6 +10,8 @@ use crate::Kind;
 #[derive(Debug, thiserror::Error)]
 pub enum PathError {
     /// The path is relative, or has a NUL byte.
+    ///
+    /// Remedy: pass the path from the root on: /PATH.
     #[error("path {0:?} is not an absolute path")]
     NotAbsolute(String),
     /// The path has a component `..`.
@@ -19,12 +21,18 @@ pub enum PathError {
     #[error("path {path:?} is not below {}; allow its directory with --allow-path", list(.roots))]
     Outside { path: PathBuf, roots: Vec<PathBuf> },
     /// The path, or a name in it, is longer than the kernel allows.
+    ///
+    /// Remedy: pass a shorter path: 4095 bytes, 255 in each name.
     #[error("path {path:?} is longer than paths and the names in them can be")]
     TooLong { path: PathBuf },
     /// Its parent directory is missing; kubelet makes it.
+    ///
+    /// Remedy: create it (`mkdir -p`); kubelet makes it by itself.
     #[error("the parent directory of {path:?} does not exist")]
     MissingParent { path: PathBuf },
     /// One of its directories is a symlink.
+    ///
+    /// Remedy: pass the path that `realpath PATH` prints.
     #[error("path {path:?} leads through a symlink below an allowed root, which is never followed")]
     Symlink { path: PathBuf },
     /// Another kind of file is there.
@@ -41,6 +49,8 @@ pub enum PathError {
     #[error("{path:?} is a mount point and is kept; unmount it first")]
     Mounted { path: PathBuf },
     /// Any other failure of a system call.
+    ///
+    /// Remedy: read the kernel log (`journalctl -k`); the call is repeated.
     #[error("cannot {doing} {path:?}")]
     Io {
         path: PathBuf,

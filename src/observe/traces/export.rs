@@ -29,6 +29,8 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The export could not be set up.
+///
+/// Remedy: correct --otlp-endpoint.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot export traces to the collector")]
 pub struct ExportError {

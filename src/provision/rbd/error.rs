@@ -13,6 +13,8 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 pub enum RbdError {
     /// Its mirroring is not as the call needs it.
+    ///
+    /// Remedy: `rbd mirror image status POOL/IMAGE` shows its state; enable or promote it.
     #[error("image {image}: {why}")]
     NotReplicated {
         image: String,
@@ -26,12 +28,17 @@ pub enum RbdError {
     #[error("the key of volume {0} was rotated while it was copied; try again")]
     KeyRotated(String),
     /// No other cluster has copied it yet.
+    ///
+    /// Remedy: wait, and look at `rbd mirror image status POOL/IMAGE` in the other cluster.
     #[error("no other cluster has reported a complete copy of image {0} yet")]
     NotSynced(String),
     /// The configuration lacks the cluster, or cannot be read.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The secrets of the request lack a user or its key.
+    ///
+    /// Remedy: name the Secret in the class (csi.storage.k8s.io/provisioner-secret-name and the
+    /// others), or --secrets DIR.
     #[error("secrets: this volume needs the user and key of its cluster")]
     Secrets(#[from] CredentialsError),
     /// The request has no secrets, and the controller has none for the cluster.
@@ -41,6 +48,8 @@ pub enum RbdError {
     )]
     NoSecrets(String),
     /// A directory of `--ceph-secret` has no user or key.
+    ///
+    /// Remedy: put userID and userKey into that directory; in Kubernetes mount the Secret there.
     #[error("--ceph-secret {}: no user and key", path.display())]
     OwnSecrets {
         /// The directory.
@@ -50,12 +59,15 @@ pub enum RbdError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The class names a pool that the cluster does not have.
+    ///
+    /// Remedy: correct `pool` of the class (`ceph osd pool ls`), or the user's rights (`ceph auth
+    /// get client.USER`).
     #[error("cluster {cluster_id:?} has no pool {pool:?} that this user may see")]
     NoPool { cluster_id: String, pool: String },
     /// The configuration names a RADOS namespace that the pool does not have.
     #[error(
         "cluster {cluster_id:?} has radosNamespace {namespace:?} in its configuration, and pool \
-         {pool:?} has no such namespace: create it (rbd namespace create)"
+         {pool:?} has no such namespace; create it (rbd namespace create)"
     )]
     NoNamespace {
         cluster_id: String,
@@ -63,6 +75,8 @@ pub enum RbdError {
         pool: String,
     },
     /// There is no connection to the cluster.
+    ///
+    /// Remedy: that of the cause that follows.
     #[error("cluster {cluster_id:?}")]
     Cluster {
         cluster_id: String,
@@ -79,6 +93,9 @@ pub enum RbdError {
     #[error(transparent)]
     Journal(#[from] JournalError),
     /// Another client has the image open.
+    ///
+    /// Remedy: `rbd status POOL/IMAGE` shows them; unmap it there, or wait until the watch of a
+    /// dead client has expired.
     #[error(
         "image {image} is in use by {watchers}; unmap it there, or wait until the watch of \
          a dead client has expired"
@@ -102,7 +119,7 @@ pub enum RbdError {
     },
     /// One node may have the volume, and another has it.
     #[error(
-        "volume {handle:?} is published to node {node:?}, and one node at a time may have it: \
+        "volume {handle:?} is published to node {node:?}, and one node at a time may have it; \
          unpublish it there first"
     )]
     OnOtherNode {
@@ -112,7 +129,7 @@ pub enum RbdError {
     },
     /// No such node is known.
     #[error(
-        "there is no node {node:?} in {} (--known-nodes): add its id, if there is one",
+        "there is no node {node:?} in {} (--known-nodes); add its id, if there is one",
         path.display()
     )]
     NoNode {
@@ -121,6 +138,8 @@ pub enum RbdError {
         path: std::path::PathBuf,
     },
     /// The known nodes cannot be read.
+    ///
+    /// Remedy: create the file, or correct --known-nodes.
     #[error("--known-nodes {} cannot be read", path.display())]
     KnownNodesUnreadable {
         path: std::path::PathBuf,
@@ -134,7 +153,7 @@ pub enum RbdError {
         node: String,
     },
     /// The node has the volume in another access mode.
-    #[error("volume {handle:?} is published to node {node:?} {how}: unpublish it first")]
+    #[error("volume {handle:?} is published to node {node:?} {how}; unpublish it first")]
     PublishedOtherwise {
         handle: String,
         /// The node's id.
@@ -145,7 +164,7 @@ pub enum RbdError {
     /// A client that no node registered has the image open.
     #[error(
         "image {image} is still in use by {watchers}, which node {node:?} has not registered as its \
-         client, so it is not fenced: end it there, or take it off the cluster (ceph osd \
+         client, so it is not fenced; end it there, or take it off the cluster (ceph osd \
          blocklist add ADDRESS)"
     )]
     ClientNotRegistered {
@@ -196,12 +215,14 @@ pub enum RbdError {
         limit: usize,
     },
     /// The image cannot be cloned.
+    ///
+    /// Remedy: make volumes by a class with imageFeatures: layering; copy this one's data.
     #[error("image {0} lacks the feature layering, so its snapshots cannot be cloned")]
     NoLayering(String),
     /// Nothing holds the writes to the image.
     #[error(
         "image {0} lacks the feature exclusive-lock, so Ceph cannot hold its writes while a group \
-         snapshot is taken: enable it (rbd feature enable), then unstage and stage the volume \
+         snapshot is taken; enable it (rbd feature enable), then unstage and stage the volume \
          again, or make volumes by a class with imageFeatures: layering,exclusive-lock"
     )]
     NoExclusiveLock(String),
@@ -217,6 +238,8 @@ pub enum RbdError {
         group: String,
     },
     /// The volumes of a group are in several clusters.
+    ///
+    /// Remedy: select volumes of one cluster for the group snapshot.
     #[error(
         "volume {handle:?} is not in cluster {cluster_id:?}: the volumes of a group snapshot must \
          be in one cluster"
@@ -224,11 +247,13 @@ pub enum RbdError {
     SeveralClusters { handle: String, cluster_id: String },
     /// ceph-csi has not completed the group snapshot.
     #[error(
-        "ceph-csi has begun group snapshot {0:?} and not completed it: complete or delete it by \
+        "ceph-csi has begun group snapshot {0:?} and not completed it; complete or delete it by \
          ceph-csi, or take another name"
     )]
     ForeignGroup(String),
     /// The source of a copy is in another cluster.
+    ///
+    /// Remedy: use a class of the source's cluster.
     #[error(
         "the source is in cluster {there:?}, and the class creates volumes in {here:?}: a copy must \
          be in the cluster of its source"
@@ -250,15 +275,17 @@ pub enum RbdError {
         here: String,
     },
     /// The copy's KMS cannot store its passphrase.
+    ///
+    /// Remedy: use a class with the KMS of the source's.
     #[error(
-        "the source has a passphrase of its own, and encryptionKMSID {0:?} stores no passphrases: \
+        "the source has a passphrase of its own, and encryptionKMSID {0:?} stores no passphrases; \
          use a class with the KMS of the source's"
     )]
     OwnPassphrase(String),
     /// This driver cannot copy the keys of that encryption.
     #[error(
         "image {image} is encrypted with encryptionType {how:?}, and this driver knows `block` and \
-         `file` alone: copy it with ceph-csi"
+         `file` alone; copy it with ceph-csi"
     )]
     EncryptedOtherwise {
         image: String,
@@ -269,6 +296,8 @@ pub enum RbdError {
     #[error(transparent)]
     Encryption(#[from] EncryptionError),
     /// The cluster's id is too long for a handle.
+    ///
+    /// Remedy: shorten clusterID in the file of --ceph-config and in the class.
     #[error("clusterID {0:?} is too long for a handle: 64 bytes are allowed")]
     LongId(String),
     /// The journal has the volume, and its image does not exist.
@@ -280,6 +309,8 @@ pub enum RbdError {
         image: String,
     },
     /// The cluster reports no capacity of the pool.
+    ///
+    /// Remedy: start a manager: `ceph mgr stat`, `ceph -s`.
     #[error(
         "the cluster reports no capacity of {what}: its manager (ceph-mgr) has not measured it, \
          or does not run"
@@ -310,7 +341,7 @@ pub enum RbdError {
     /// A secondary image whose primary may not exist.
     #[error(
         "image {image} is the secondary of a mirror, and rbd-mirror does not replay it here \
-         (status {status:?}), so it may be the volume's last: start rbd-mirror, or promote the \
+         (status {status:?}), so it may be the volume's last; start rbd-mirror, or promote the \
          image, to delete the volume"
     )]
     NotReplayed {
@@ -322,7 +353,7 @@ pub enum RbdError {
     /// A deleted image has snapshots that are not this driver's.
     #[error(
         "deleted image {image} of pool {pool} stays in the trash, because it has the snapshots \
-         {snapshots}, which no copy of this driver has left: remove them (rbd snap rm --image-id \
+         {snapshots}, which no copy of this driver has left; remove them (rbd snap rm --image-id \
          {id} --pool POOL --snap NAME), or restore the image (rbd trash restore)"
     )]
     Snapshotted {
@@ -333,6 +364,8 @@ pub enum RbdError {
         snapshots: String,
     },
     /// What was named to be removed is no orphan, or must stay.
+    ///
+    /// Remedy: none is needed; `uringctl orphans` lists what may be removed.
     #[error("{path} is not removed: {why}")]
     NoOrphan {
         path: String,
@@ -340,6 +373,8 @@ pub enum RbdError {
         why: String,
     },
     /// A volume without a journal cannot be copied.
+    ///
+    /// Remedy: copy its data to a new volume, in a pod with both.
     #[error("{0:?} cannot be copied: Kubernetes' own RBD plugin created it, without a journal")]
     Migrated(String),
 }

@@ -25,6 +25,8 @@ const NAMES: [&str; 12] = [
 ];
 
 /// No feature has this name.
+///
+/// Remedy: correct imageFeatures in the class.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("there is no image feature {0:?}; there are {names}", names = NAMES.join(", "))]
 pub struct UnknownFeature(pub String);

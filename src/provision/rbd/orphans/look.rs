@@ -451,7 +451,7 @@ fn kept_by(pool: &IoCtx, name: &str, image: &Image) -> Result<String, RbdError> 
     let (_, others) = sort_snapshots(pool, name, image)?;
     if !others.is_empty() {
         return Ok(format!(
-            "it has the snapshots {}, which no copy of this driver has left: remove them (rbd \
+            "it has the snapshots {}, which no copy of this driver has left; remove them (rbd \
              snap rm)",
             others.join(", ")
         ));
