@@ -79,6 +79,7 @@ impl RingError {
     }
 
     fn classify(error: io::Error, sysctl: Option<&str>) -> Self {
+        let has_sysctl = sysctl.is_some();
         let sysctl = sysctl.map_or("0", str::trim);
         match error.raw_os_error() {
             Some(libc::EPERM | libc::EACCES) if sysctl != "0" => Self::Disabled {
@@ -86,6 +87,8 @@ impl RingError {
                 source: error,
             },
             Some(libc::EPERM | libc::EACCES) => Self::Refused(error),
+            // With its sysctl the kernel has io_uring, and podman's profile denies by ENOSYS.
+            Some(libc::ENOSYS) if has_sysctl => Self::Refused(error),
             Some(libc::ENOSYS) => Self::Missing(error),
             _ => Self::Setup(error),
         }
@@ -337,7 +340,10 @@ mod tests {
         assert!(off.contains("kernel.io_uring_disabled is 2"), "{off}");
         let refused = RingError::classify(eperm(), Some("0\n")).to_string();
         assert!(refused.contains("seccomp"), "{refused}");
-        let missing = RingError::classify(io::Error::from_raw_os_error(libc::ENOSYS), None);
+        let enosys = || io::Error::from_raw_os_error(libc::ENOSYS);
+        let missing = RingError::classify(enosys(), None);
         assert!(matches!(missing, RingError::Missing(_)));
+        let denied = RingError::classify(enosys(), Some("0\n"));
+        assert!(matches!(denied, RingError::Refused(_)));
     }
 }

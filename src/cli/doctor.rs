@@ -264,6 +264,7 @@ impl Machine {
     fn io_uring(&self, setup: io::Result<()>) -> Check {
         let name = "io_uring";
         let refused = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
+        let missing = |error: &io::Error| error.kind() == io::ErrorKind::Unsupported;
         // 1 is for privileged programs as well, 2 for none
         // (Documentation/admin-guide/sysctl/kernel.rst).
         let sysctl = self.read("proc/sys/kernel/io_uring_disabled");
@@ -279,15 +280,19 @@ impl Machine {
                 format!("io_uring_setup: {error}, with kernel.io_uring_disabled 1"),
                 "run it as root, with CAP_SYS_ADMIN, or sysctl kernel.io_uring_disabled=0",
             ),
-            (_, Err(error)) if refused(&error) => Check::bad(
+            // With its sysctl the kernel has io_uring, and podman's profile denies by ENOSYS.
+            (value, Err(error)) if refused(&error) || missing(&error) && !value.is_empty() => {
+                Check::bad(
+                    name,
+                    format!("io_uring_setup: {error}"),
+                    "allow io_uring in the container's seccomp profile, or run the container privileged",
+                )
+            }
+            (_, Err(error)) if missing(&error) => Check::bad(
                 name,
                 format!("io_uring_setup: {error}"),
-                "allow io_uring in the container's seccomp profile, or run the container privileged",
-            ),
-            (_, Err(error)) if error.kind() == io::ErrorKind::Unsupported => Check::bad(
-                name,
-                format!("io_uring_setup: {error}"),
-                "boot a kernel with CONFIG_IO_URING",
+                "boot a kernel with CONFIG_IO_URING; in a container first allow io_uring in its \
+                 seccomp profile, or run it privileged",
             ),
             (_, Err(error)) => Check::bad(
                 name,
