@@ -5,8 +5,9 @@
 //! may write meanwhile, so a copy shows no single point in time, and what vanishes during
 //! the copy is left out. They may also put a symlink or a device where a file was: entries
 //! are opened by descriptors of their parents, and only regular files for reading. They may
-//! nest directories until no process has the descriptors for all of them: a copy of paths
-//! longer than programs can use fails.
+//! nest directories until no process has the descriptors for all of them: a copy fails of
+//! paths longer than programs can use, and of directories for which this process has too few
+//! descriptors besides those of its other work.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -26,7 +27,7 @@ use rustix::{
         unlinkat, utimensat,
     },
     io::Errno,
-    process::geteuid,
+    process::{Resource, geteuid, getrlimit},
 };
 
 use super::{
@@ -155,10 +156,10 @@ impl TreeLinks {
 
 /// Adds up a directory.
 pub fn measure(from: &OwnedFd) -> io::Result<TreeSize> {
-    measure_within(from, KeptMemory::new(MOST_MEMORY))
+    measure_within(from, KeptMemory::new(MOST_MEMORY), most_levels())
 }
 
-fn measure_within(from: &OwnedFd, memory: KeptMemory) -> io::Result<TreeSize> {
+fn measure_within(from: &OwnedFd, memory: KeptMemory, deepest: usize) -> io::Result<TreeSize> {
     let mut size = TreeSize::default();
     let mut links = TreeLinks::new(memory);
     // With the lengths of their paths.
@@ -191,6 +192,7 @@ fn measure_within(from: &OwnedFd, memory: KeptMemory) -> io::Result<TreeSize> {
             && let Some(opened) = unless_gone(open_dir(at, &name).and_then(Dir::new))?
         {
             levels.push((opened, length));
+            refuse_deeper(levels.len(), deepest)?;
         }
     }
     Ok(size)
@@ -199,7 +201,8 @@ fn measure_within(from: &OwnedFd, memory: KeptMemory) -> io::Result<TreeSize> {
 /// Copies what is in `from` into the empty directory `to`, and its attributes. The copy is
 /// durable.
 pub fn copy(from: &OwnedFd, to: &OwnedFd, running: &RunningCopy) -> Result<(), TreeError> {
-    copy_within(from, to, running, KeptMemory::new(MOST_MEMORY))
+    let memory = KeptMemory::new(MOST_MEMORY);
+    copy_within(from, to, running, memory, most_levels())
 }
 
 fn copy_within(
@@ -207,6 +210,7 @@ fn copy_within(
     to: &OwnedFd,
     running: &RunningCopy,
     memory: KeptMemory,
+    deepest: usize,
 ) -> Result<(), TreeError> {
     let top = |source| TreeError {
         path: PathBuf::new(),
@@ -238,7 +242,10 @@ fn copy_within(
         let entry = refuse_longer_path(path.as_os_str().len());
         match entry.and_then(|()| copy.entry(level, &name, &path)) {
             Ok(None) => {}
-            Ok(Some(below)) => levels.push(TreeLevel { path, ..below }),
+            Ok(Some(below)) => match refuse_deeper(levels.len() + 1, deepest) {
+                Ok(()) => levels.push(TreeLevel { path, ..below }),
+                Err(source) => return Err(TreeError { path, source }),
+            },
             Err(source) => return Err(TreeError { path, source }),
         }
     }
@@ -549,6 +556,24 @@ pub fn refuse_longer_path(length: usize) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::InvalidFilename, why))
 }
 
+/// How many directories may be in each other: a copy has two descriptors of each, and takes
+/// a quarter of those that this process may have at most.
+fn most_levels() -> usize {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    usize::try_from(limit / 8).unwrap_or(usize::MAX)
+}
+
+/// Fails for the level of this number, where it is too deep.
+fn refuse_deeper(level: usize, deepest: usize) -> io::Result<()> {
+    if level <= deepest {
+        return Ok(());
+    }
+    let why = format!(
+        "more than {deepest} directories in it are in each other, for which this process may have too few descriptors (RLIMIT_NOFILE)"
+    );
+    Err(io::Error::new(io::ErrorKind::InvalidFilename, why))
+}
+
 /// The most bytes of a path, with the null byte at its end (linux/limits.h).
 const PATH_MAX: usize = 4096;
 
@@ -570,6 +595,8 @@ mod tests {
     use crate::Done;
 
     fn copied(from: &Path, to: &Path) -> Result<TreeSize, TreeError> {
+        // As the controller at its start.
+        crate::kernel::descriptors::raise().expect("raised");
         let from = opened(from);
         let size = measure(&from).expect("measured");
         copy(&from, &opened(to), &running(size.bytes)).map(|()| size)
@@ -701,10 +728,10 @@ mod tests {
         let copied = |name: &str| {
             let to = at(name.to_owned());
             fs::create_dir(&to).expect("made");
-            let copied = copy_within(&opened(&from), &opened(&to), &running(0), two);
+            let copied = copy_within(&opened(&from), &opened(&to), &running(0), two, usize::MAX);
             copied.map_err(|error| error.source.kind())
         };
-        let measured = measure_within(&opened(&from), two).expect("one at a time");
+        let measured = measure_within(&opened(&from), two, usize::MAX).expect("one at a time");
         assert_eq!(measured.bytes, 80);
         copied("to").expect("one at a time");
         for number in 0..20 {
@@ -716,7 +743,7 @@ mod tests {
             let link = at(format!("from/{number}/b"));
             fs::rename(link, outside.join(number.to_string())).expect("moved");
         }
-        let measured = measure_within(&opened(&from), two).expect_err("too many");
+        let measured = measure_within(&opened(&from), two, usize::MAX).expect_err("too many");
         assert_eq!(measured.kind(), io::ErrorKind::InvalidData);
         assert_eq!(copied("refused"), Err(io::ErrorKind::InvalidData));
     }
@@ -740,6 +767,29 @@ mod tests {
         for name in ["from", "to"] {
             let removed = removal::remove(&opened(dir.path()), name);
             assert_eq!(removed.expect("removed"), Done::Now);
+        }
+    }
+
+    #[test]
+    fn directories_that_take_too_many_descriptors_are_refused() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let at = |name: &str| dir.path().join(name);
+        fs::create_dir_all(at("from/1/2/3")).expect("made");
+        let memory = || KeptMemory::new(MOST_MEMORY);
+        for (deepest, is_enough) in [(3, false), (4, true)] {
+            let measured = measure_within(&opened(&at("from")), memory(), deepest);
+            let to = at(&deepest.to_string());
+            fs::create_dir(&to).expect("made");
+            let (from, to) = (opened(&at("from")), opened(&to));
+            let copied = copy_within(&from, &to, &running(0), memory(), deepest);
+            let refused = [measured.err(), copied.err().map(|error| error.source)];
+            for refused in refused {
+                let is_refused = refused.is_some_and(|error| {
+                    assert!(error.to_string().contains("RLIMIT_NOFILE"), "{error}");
+                    error.kind() == io::ErrorKind::InvalidFilename
+                });
+                assert_eq!(is_refused, !is_enough);
+            }
         }
     }
 
