@@ -10,7 +10,9 @@
 //!   the share of its domain does, against which it still counts.
 //! - All volumes of one server, cluster or pool (their *domain*) get three quarters of
 //!   the permits and of the queue at most.
-//! - A gate with a full queue refuses further volumes, so that the caller retries later.
+//! - A gate with a full queue refuses further volumes, so that the caller retries later. A
+//!   volume that is attached is not refused any more: while a queue behind the attach is
+//!   full, nothing new is attached ([`Gates::refuse_full`]).
 
 use std::{
     collections::{BTreeMap, HashSet, VecDeque},
@@ -151,28 +153,34 @@ impl Gate {
     pub fn ask(&self, domain: &str) -> Result<Entry, Full> {
         let bounds = &self.0.bounds;
         let mut state = self.lock();
-        let waiting = state.waiting.len();
         let same = || (state.waiting.iter()).filter(|other| other.domain == domain);
         // A waiting volume delays only later ones of its own domain.
         if state.has_room(bounds, domain) && same().next().is_none() {
             return Ok(Entry::Admitted(self.hold(&mut state, domain)));
         }
-        if bounds.queue != usize::MAX
-            && (waiting >= bounds.queue || same().count() >= share_of(bounds.queue))
-        {
-            metrics::admission_refused(bounds.step);
-            return Err(Full {
-                step: bounds.step,
-                waiting,
-                flag: bounds.flag,
-            });
-        }
+        self.refuse_behind(&state, bounds.queue, domain)?;
         let (grant, granted) = oneshot::channel();
         state.waiting.push_back(QueuedCall {
             domain: domain.to_owned(),
             grant,
         });
         Ok(Entry::Waits(granted))
+    }
+
+    /// Refuses a volume of `domain` where so many others wait already.
+    fn refuse_behind(&self, state: &GateState, queue: usize, domain: &str) -> Result<(), Full> {
+        let waiting = state.waiting.len();
+        let same = (state.waiting.iter()).filter(|other| other.domain == domain);
+        if waiting < queue && same.count() < share_of(queue) {
+            return Ok(());
+        }
+        let Bounds { step, flag, .. } = self.0.bounds;
+        metrics::admission_refused(step);
+        Err(Full {
+            step,
+            waiting,
+            flag,
+        })
     }
 
     /// Waits for a permit.
@@ -360,8 +368,8 @@ pub struct Limits {
     /// NBD devices that are reconnected at once, one for each server.
     #[arg(long, env = "URING_CSI_MAX_RECONNECTS", default_value_t = 32, value_parser = positive, value_name = "N")]
     pub max_reconnects: usize,
-    /// Volumes that wait to be looked up, and others that wait to be attached, or to be mounted
-    /// from an NFS server; further calls get RESOURCE_EXHAUSTED and may be retried.
+    /// Volumes that wait for one step, to be looked up, attached, probed or formatted for
+    /// instance; further calls get RESOURCE_EXHAUSTED before they begin, and may be retried.
     #[arg(long, env = "URING_CSI_MAX_WAITING", default_value_t = 4096, value_parser = positive, value_name = "N")]
     pub max_waiting: usize,
 }
@@ -386,8 +394,7 @@ const RECONNECT: Duration = Duration::from_secs(15);
 #[derive(Clone, Debug)]
 pub struct Gates {
     /// Looking up a volume, without its device or pool: the first step of a stage. Its queue
-    /// is limited, and that of the attach: an attached volume waits for its next step without
-    /// limit.
+    /// refuses, and that of the attach.
     pub look: Gate,
     /// Attaching a device; mounting a directory of a server.
     pub attach: Gate,
@@ -405,6 +412,8 @@ pub struct Gates {
     pub cryptsetup: Gate,
     /// Reconnecting to an NBD server.
     pub reconnect: Gate,
+    /// How many volumes may wait in each queue.
+    max_waiting: usize,
 }
 
 impl Gates {
@@ -453,7 +462,21 @@ impl Gates {
                     RECONNECT,
                 )
             }),
+            max_waiting: limits.max_waiting,
         }
+    }
+
+    /// Refuses a volume that is to be attached, if the queue for a step after that is full.
+    pub fn refuse_full(&self, domain: &str) -> Result<(), Full> {
+        let later = [
+            &self.probe,
+            &self.mkfs,
+            &self.fsck,
+            &self.cryptsetup,
+            &self.mount,
+        ];
+        (later.iter())
+            .try_for_each(|gate| gate.refuse_behind(&gate.lock(), self.max_waiting, domain))
     }
 
     fn all(&self) -> [&Gate; 9] {
@@ -467,6 +490,7 @@ impl Gates {
             fsck,
             cryptsetup,
             reconnect,
+            max_waiting: _,
         } = self;
         [
             look, attach, record, probe, mount, mkfs, fsck, cryptsetup, reconnect,

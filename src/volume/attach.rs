@@ -36,7 +36,12 @@ pub(super) async fn attach_source(
     purpose: Purpose,
     before: Before,
 ) -> Result<Attachment, Cause> {
-    let _admission = cx.admit(&cx.node.config.gates.attach, &spec.source).await?;
+    let gates = &cx.node.config.gates;
+    if before.device.is_none() {
+        let refused = gates.refuse_full(&spec.source.domain());
+        refused.map_err(Cause::Overloaded)?;
+    }
+    let _admission = cx.admit(&gates.attach, &spec.source).await?;
     let backends = &cx.node.backends;
     if let Some(bytes) = spec.inline.as_ref().and_then(|inline| inline.image_bytes) {
         let image = backends.inline_image(&spec.source);

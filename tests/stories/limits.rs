@@ -10,8 +10,8 @@ use std::{
 };
 
 use testkit::{
-    Content, MIB, Machine, Node, NodeSetup, ResourceUsage, Sandbox, StuckFile, StuckTree, Volume,
-    free_port, idle_clients, run, story,
+    Content, MIB, Machine, Node, NodeSetup, ProgramStub, ResourceUsage, Sandbox, StuckFile,
+    StuckTree, Volume, free_port, idle_clients, loops_over, run, story,
 };
 use tonic::{Code, Status};
 
@@ -118,6 +118,47 @@ fn a_full_queue_refuses_and_the_call_may_be_repeated() {
             assert!(message.contains("--max-waiting"), "{status:?}");
         }
         ends(&node, stuck).await;
+    });
+}
+
+#[test]
+fn nothing_is_attached_while_the_queue_for_a_later_step_is_full() {
+    story(async |sandbox| {
+        let setup = (setup(sandbox).arg("--max-mkfs=1")).arg("--max-waiting=4");
+        let node = Node::start_with(sandbox, setup).await;
+        let wait = "while [ ! -e \"$reached\" ]; do sleep 0.1; done\nexec mkfs.ext4 \"$@\"";
+        let mkfs = ProgramStub::new("mkfs.ext4", wait);
+        let mut volumes = Vec::new();
+        node.timeout.set(Duration::from_secs(1));
+        // Where one loses its permit, the next takes that.
+        for number in 0..60 {
+            let volume = sandbox.volume(&format!("v{number}"), "ext4");
+            let status = node.stage(&volume).await.expect_err("its mkfs waits");
+            let image = sandbox.image(&volume);
+            volumes.push(volume);
+            if status.code() == Code::ResourceExhausted {
+                let message = status.message();
+                assert!(message.contains("step mkfs"), "{status:?}");
+                assert!(message.contains("--max-waiting"), "{status:?}");
+                assert!(loops_over(&image).is_empty());
+                break;
+            }
+        }
+        assert!((5..60).contains(&volumes.len()), "{}", volumes.len());
+        // A pool has three quarters of the queue.
+        let other = sandbox.volume_in("hung", "other", "ext4", 64 * MIB);
+        let status = node.stage(&other).await.expect_err("its mkfs waits");
+        assert_ne!(status.code(), Code::ResourceExhausted, "{status:?}");
+
+        fs::write(&mkfs.reached, "").unwrap();
+        node.timeout.set(Duration::from_secs(60));
+        for volume in volumes.iter().chain([&other]) {
+            node.retry_until_ok("staged", async || node.stage(volume).await)
+                .await;
+            node.unstage(volume).await.unwrap();
+        }
+        drop(mkfs);
+        node.assert_clean().await;
     });
 }
 
