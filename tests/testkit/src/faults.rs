@@ -20,6 +20,8 @@ pub const AFFECTED: usize = 8;
 /// The phase of a volume in which its device dies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
+    /// Kubelet has made its directory, and it is not staged yet.
+    Stage,
     /// It is attached, and not probed yet.
     Probe,
     /// It is probed, and not mounted yet.
@@ -47,6 +49,12 @@ pub trait Fault {
     /// Whether calls in this phase may succeed during the fault.
     fn may_succeed(&self, phase: Phase) -> bool {
         phase == Phase::Use
+    }
+
+    /// Whether it is to stop while the calls are under way, about to mount: it cannot fail
+    /// the mount alone.
+    fn stops_at_the_mount(&self) -> bool {
+        false
     }
 
     /// It stops answering in this phase of its volumes' lives.
@@ -254,6 +262,10 @@ impl Fault for HungPool {
             .open(self.pool.join(&volume.context["image"]))
             .and_then(|image| image.set_len(bytes))
             .expect("a larger image");
+    }
+
+    fn stops_at_the_mount(&self) -> bool {
+        true
     }
 
     async fn stop(&mut self, _: Phase) {
@@ -474,6 +486,10 @@ impl Fault for DeadOsd<'_> {
         self.ceph
             .cluster
             .rbd(&["resize", "--no-progress", "--size", &size, &spec]);
+    }
+
+    fn stops_at_the_mount(&self) -> bool {
+        true
     }
 
     async fn stop(&mut self, phase: Phase) {

@@ -8,7 +8,7 @@ use tonic::{Code, Status};
 use uuid::Uuid;
 
 use super::{
-    Content, Fault, Node, Phase, ResourceUsage, Sandbox, Volume, bytes_for, eventually,
+    Content, Fault, Node, Phase, ResourceUsage, Sandbox, StepHold, Volume, bytes_for, eventually,
     leave_unwritten, run,
 };
 
@@ -98,6 +98,10 @@ pub async fn call_in_phase(node: &Node, volume: &Volume, phase: Phase) -> Result
     let target = node.target(volume, "pod");
     match phase {
         Phase::Probe | Phase::Mount => node.with_timeout(DEADLINE, node.stage(volume)).await,
+        Phase::Stage => {
+            let stage = node.send_stage(node.stage_request(volume));
+            node.with_timeout(DEADLINE, stage).await
+        }
         Phase::Publish => {
             let publish = node.publish_again(volume, "pod");
             node.with_timeout(DEADLINE, publish).await
@@ -158,6 +162,22 @@ async fn calls(node: &Node, fault: &impl Fault, phase: Phase, many: usize) {
     }
 }
 
+/// Calls for volumes until each is attached and probed, and waits before its mount.
+async fn hold_at_the_mount(node: &Node, volumes: &[Volume]) -> Vec<StepHold> {
+    let holds = volumes.iter().map(|of| node.hold("mount", &of.handle));
+    let held = holds.collect();
+    join_all(volumes.iter().map(async |volume| {
+        eventually("it is about to be mounted", async || {
+            let staged = call_in_phase(node, volume, Phase::Mount).await;
+            let status = staged.expect_err("its mount is held up");
+            status.message().contains("in step mount").then_some(())
+        })
+        .await;
+    }))
+    .await;
+    held
+}
+
 /// Asserts that a fault affects its own volumes alone, on a node that is up. However this
 /// ends, the fault ends first: the node's agent cannot end while its devices hang.
 pub async fn assert_fault_isolated(
@@ -177,7 +197,7 @@ pub async fn assert_fault_isolated(
             // Of a server that dies, the last ones are the answer.
             node.stats(volume, &target).await.expect("stats");
             match phase {
-                Phase::Probe | Phase::Mount => node.down(volume, "pod").await,
+                Phase::Stage | Phase::Probe | Phase::Mount => node.down(volume, "pod").await,
                 Phase::Publish => node.unpublish(volume, "pod").await.expect("unpublished"),
                 _ => {}
             }
@@ -192,7 +212,13 @@ pub async fn assert_fault_isolated(
             leave_unwritten(&node.target(volume, "pod").join("late"));
         }
     }
-    fault.stop(phase).await;
+    if phase == Phase::Mount && fault.stops_at_the_mount() {
+        let held = hold_at_the_mount(node, &affected).await;
+        fault.stop(phase).await;
+        drop(held);
+    } else {
+        fault.stop(phase).await;
+    }
 
     calls(node, &fault, phase, CONCURRENT).await;
     fault.while_calls_hang(phase).await;

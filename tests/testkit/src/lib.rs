@@ -53,7 +53,7 @@ use std::{
     time::Duration,
 };
 
-pub use agent::{Agent, Machine, program, request};
+pub use agent::{Agent, Machine, StepHold, program, request};
 pub use bare::{BareContent, BareDevice, BareExport, BareImageFile, BareVolume};
 pub use ceph_csi::{STAGE_FILE, ceph_csi_stage_file, publish_as_ceph_csi, unstage_as_ceph_csi};
 pub use cluster::{MovedMonitors, TestCluster, output_despite_abort};
