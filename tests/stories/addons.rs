@@ -3,8 +3,8 @@
 use std::{fs, os::unix::fs::MetadataExt as _, path::Path};
 
 use testkit::{
-    Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume, eventually,
-    refused, run, story,
+    Content, Controller, ControllerSetup, MIB, Node, NodeSetup, Sandbox, Volume,
+    crash_at_each_step, eventually, file_systems_to_crash, loops_over, refused, run, story,
 };
 use tonic::{
     Code::{InvalidArgument, NotFound, Unimplemented},
@@ -255,6 +255,43 @@ fn a_pod_starts_and_ends_while_its_volume_is_trimmed() {
         let (trimmed, ()) = tokio::join!(trims, pods);
         trimmed.unwrap();
         node.unstage(&volume).await.unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn the_agent_may_be_killed_at_each_step_of_a_reclaim() {
+    story(async |sandbox| {
+        let (node, addons) = node_with_addons(sandbox).await;
+        for kind in file_systems_to_crash() {
+            let volume = sandbox.volume(kind, kind);
+            let content = Content::new(kind);
+            content.put(&volume, &node.up(&volume, "pod").await);
+            node.down(&volume, "pod").await;
+            let up = async || {
+                node.stage(&volume).await?;
+                node.publish(&volume, "pod").await
+            };
+            let down = async || {
+                node.unpublish(&volume, "pod").await?;
+                node.unstage(&volume).await
+            };
+            let reclaim = async || addons.reclaim(&node, &volume).await.map(drop);
+            crash_at_each_step(&node, 12, async |crashing| {
+                crashing.complete("up", up, async || {}).await;
+                crashing
+                    .complete("reclaimed", reclaim, async || {
+                        node.retry_until_ok("down", down).await;
+                        node.retry_until_ok("up", up).await;
+                    })
+                    .await;
+                content.assert_kept(&volume, &node.target(&volume, "pod"));
+                crashing.complete("down", down, async || {}).await;
+                assert!(loops_over(&sandbox.image(&volume)).is_empty());
+                crashing.stop_crashing().await;
+            })
+            .await;
+        }
         node.assert_clean().await;
     });
 }

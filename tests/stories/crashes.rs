@@ -5,10 +5,14 @@ use std::{fs, path::Path};
 
 use testkit::{
     Content, Controller, MIB, Mode, Node, NodeSetup, Rng, Volume, all_loops, claim,
-    crash_lifecycle_at_each_step, eventually, files_below, kill_during, kill_during_each_call,
-    loops_over, refused, run, story,
+    crash_at_each_step, crash_lifecycle_at_each_step, eventually, file_systems_to_crash,
+    files_below, kill_during, kill_during_each_call, loops_over, refused, run, story,
 };
-use tonic::Code::{AlreadyExists, Unavailable};
+use tonic::{
+    Code::{AlreadyExists, FailedPrecondition, Unavailable},
+    Status,
+};
+use uring_csi::proto::admin::{FormatVolumeRequest, node_admin_client::NodeAdminClient};
 use uuid::Uuid;
 
 #[test]
@@ -221,6 +225,56 @@ fn a_node_may_be_killed_at_each_step() {
             };
             let attached = |volume: &Volume| loops_over(&sandbox.image(volume)).len();
             crash_lifecycle_at_each_step(&node, 12, volume, attached, grow).await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+/// `uringctl format`, of what is not blank.
+async fn format(node: &Node, volume: &Volume) -> Result<(), Status> {
+    let request = FormatVolumeRequest {
+        volume_id: volume.handle.clone(),
+        volume_context: volume.context.clone(),
+        fs_type: volume.fs_type().to_owned(),
+        confirm: volume.handle.clone(),
+        ..Default::default()
+    };
+    let mut admin = NodeAdminClient::new(node.channel());
+    admin.format_volume(request).await.map(drop)
+}
+
+#[test]
+fn a_node_may_be_killed_at_each_step_of_a_format() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let [foreign, content] = ["foreign", "content"].map(Content::new);
+        for kind in file_systems_to_crash() {
+            let volume = sandbox.volume(kind, kind);
+            let image = sandbox.image(&volume);
+            let unstage = async || node.unstage(&volume).await;
+            crash_at_each_step(&node, 12, async |crashing| {
+                foreign.write_at(&image, 0).unwrap();
+                let formatted = async || format(&node, &volume).await;
+                crashing
+                    .complete("formatted", formatted, async || {
+                        // It finds what was there, or a format to finish.
+                        eventually("staged or refused", async || {
+                            let staged = node.stage(&volume).await.map_err(|s| s.code());
+                            [Ok(()), Err(FailedPrecondition)]
+                                .contains(&staged)
+                                .then_some(())
+                        })
+                        .await;
+                        node.retry_until_ok("unstaged", unstage).await;
+                        assert!(loops_over(&image).is_empty());
+                    })
+                    .await;
+                assert!(loops_over(&image).is_empty());
+                crashing.stop_crashing().await;
+                content.put(&volume, &node.up(&volume, "pod").await);
+                node.down(&volume, "pod").await;
+            })
+            .await;
         }
         node.assert_clean().await;
     });

@@ -6,11 +6,13 @@ use std::{
     time::Duration,
 };
 
-use testkit::{Content, MIB, Rng, eventually, loops_over, run, story};
+use testkit::{Content, MIB, Rng, crash_at_each_step, loops_over, run, story};
+use tonic::Status;
 
 use super::{Machine, all_options_at, image, options_at};
 
-/// Kills the agent at one of its steps, while files come, change and go.
+/// Kills the agent at one of its steps, while files come, change and go; then the file is as
+/// before for a while, or stays.
 #[test]
 fn an_agent_that_is_killed_continues() {
     story(async |sandbox| {
@@ -24,31 +26,34 @@ fn an_agent_that_is_killed_continues() {
         let open = File::open(machine.path("steady").join("file")).unwrap();
         let data = image(sandbox, "data");
         let content = Content::new("data");
-        let mut at = Rng::new().below(11);
         let mut has_content = false;
-        loop {
-            node.kill9().await;
-            node.start_crashing_at(at).await;
-            let mut crashed = false;
-            for (state, more) in [
+        let ask = |(state, more): (&str, &str)| match state {
+            "gone" => machine.remove("data"),
+            _ => machine.write("data", &machine.file("data", "mount", more)),
+        };
+        crash_at_each_step(node, 22, async |crashing| {
+            let mut before = ("gone", "");
+            for asked in [
                 ("mounted", ""),
                 ("mounted", "options = ['noexec']"),
                 ("gone", ""),
             ] {
-                match state {
-                    "gone" => machine.remove("data"),
-                    _ => machine.write("data", &machine.file("data", "mount", more)),
-                }
-                eventually(state, async || {
-                    if node.has_exited() {
-                        assert!(!crashed, "it ends once");
-                        crashed = true;
-                        node.restart().await;
-                    }
+                ask(asked);
+                let (state, more) = asked;
+                let wait = async || {
                     let args = ["wait", "data", "--for", state, "--timeout", "300ms"];
-                    (machine.operator.run(&args).0 == 0).then_some(())
-                })
-                .await;
+                    let (code, _, said) = machine.operator.run(&args);
+                    (code == 0)
+                        .then_some(())
+                        .ok_or_else(|| Status::unavailable(said))
+                };
+                let opposite = async || {
+                    ask(before);
+                    machine.wait("data", before.0);
+                    ask(asked);
+                };
+                crashing.complete(state, wait, opposite).await;
+                before = asked;
                 let file = machine.path("data").join("file");
                 if state == "mounted" {
                     if has_content {
@@ -67,16 +72,9 @@ fn an_agent_that_is_killed_continues() {
                 }
                 steady.assert_in(&machine.path("steady").join("file"));
             }
-            if !crashed {
-                break;
-            }
-            at += 11;
-        }
-        // None at all in a build without debug assertions.
-        assert!(at > 20, "there are more than {at} steps");
-        // From here on it does not end.
-        node.kill9().await;
-        node.restart().await;
+            crashing.stop_crashing().await;
+        })
+        .await;
         drop(open);
         machine.remove("steady");
         machine.wait("steady", "gone");

@@ -4,7 +4,8 @@ use std::{cell::Cell, fs, time::Duration};
 
 use testkit::{
     Content, GrowSource, KINDS, NbdServer, Node, Rng, Volume, bytes_for,
-    crash_lifecycle_at_each_step, eventually, kill_during, kill_during_each_call, nbds_over,
+    crash_lifecycle_at_each_step, eventually, kill_during, kill_during_each_call, kinds_to_crash,
+    nbds_over,
 };
 use tokio::sync::Mutex;
 use tonic::Status;
@@ -159,10 +160,12 @@ fn the_agent_is_killed_at_each_of_its_steps() {
         let node = Node::start(sandbox).await;
         let server = NbdServer::start(sandbox).await;
         let attached = |volume: &Volume| nbds_over(&format!(" {}", volume.handle)).len();
-        let volumes = ["ext4", "block"].map(|kind| blank(sandbox, &server, kind, kind));
-        let images = volumes.each_ref().map(|volume| server.image_of(volume));
+        let volumes = kinds_to_crash().into_iter();
+        let volumes = volumes.map(|kind| blank(sandbox, &server, kind, kind));
+        let volumes = volumes.map(|volume| (server.image_of(&volume), volume));
+        let volumes = volumes.collect::<Vec<_>>();
         let server = Mutex::new(server);
-        for (volume, image) in volumes.iter().zip(&images) {
+        for (image, volume) in &volumes {
             let fresh = || {
                 // There is not room for all of them.
                 fs::remove_file(image).unwrap();

@@ -8,7 +8,7 @@ use std::{
 
 use testkit::{
     Content, KINDS, MIB, Node, Rng, Volume, ceph_story, crash_lifecycle_at_each_step, files_below,
-    kill_within, mounts_below, rbds_of, rbds_over,
+    kill_within, kinds_to_crash, mounts_below, rbds_of, rbds_over,
 };
 
 use super::{assert_nothing_staged, devices_over, encrypted, write_or_check};
@@ -76,8 +76,8 @@ fn killed_at_some_steps_of_a_blank_image() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let devices = |volume: &Volume| rbds_over(volume).len();
-        for kind in ["ext4", "block"] {
-            let volume = || ceph.volume(kind);
+        for kind in kinds_to_crash() {
+            let volume = ceph.one_after_another(|| ceph.volume(kind));
             crash_lifecycle_at_each_step(&node, 16, volume, devices, ceph.doubling()).await;
         }
         node.assert_clean().await;
@@ -89,7 +89,7 @@ fn killed_at_some_steps_of_an_encrypted_image() {
     ceph_story(async |sandbox, ceph| {
         let node = ceph.node(sandbox).await;
         let devices = |volume: &Volume| rbds_over(volume).len();
-        let volume = || encrypted::volume(ceph, "ext4");
+        let volume = ceph.one_after_another(|| encrypted::volume(ceph, "ext4"));
         crash_lifecycle_at_each_step(&node, 32, volume, devices, ceph.doubling()).await;
         node.assert_clean().await;
     });

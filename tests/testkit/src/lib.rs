@@ -74,8 +74,8 @@ pub use isolation::{
 pub use kmip::KmipServer;
 pub use leaks::{files_below, mounts_below};
 pub use lifecycle::{
-    GrowSource, crash_at_each_step, crash_lifecycle_at_each_step, grow_published, kill_during,
-    kill_during_each_call, kill_within,
+    GrowSource, crash_at_each_step, crash_lifecycle_at_each_step, file_systems_to_crash,
+    grow_published, kill_during, kill_during_each_call, kill_within, kinds_to_crash,
 };
 pub use mirror::{MirrorDaemon, mirror_pool};
 pub use nbd::{NbdServer, kernel_has_nbd, nbds_over};

@@ -12,7 +12,7 @@ use tonic::{
     Status,
 };
 
-use super::{Agent, Content, MIB, Node, Rng, Volume, can_resize_ext4, eventually, refused};
+use super::{Agent, Content, KINDS, MIB, Node, Rng, Volume, can_resize_ext4, eventually, refused};
 
 /// Grows a published volume, which has `small` bytes, to twice of that. `grow` has the
 /// source grown to so many bytes, before which the node says `refusal`.
@@ -108,6 +108,26 @@ enum Recovery {
     Retry,
     /// The opposite call, then the same again.
     UndoAndRetry,
+}
+
+/// The kinds of volumes in a crash story: a file system at random, and raw; with `EVERY_STEP`
+/// set all, or the one that it names.
+pub fn kinds_to_crash() -> Vec<&'static str> {
+    let all = KINDS.map(|(kind, _)| kind);
+    let Ok(named) = env::var("EVERY_STEP") else {
+        return vec![all[Rng::new().below(3)], "block"];
+    };
+    match all.iter().find(|kind| **kind == named) {
+        Some(kind) => vec![kind],
+        None => all.to_vec(),
+    }
+}
+
+/// The same without raw ones.
+pub fn file_systems_to_crash() -> Vec<&'static str> {
+    let mut kinds = kinds_to_crash();
+    kinds.retain(|kind| *kind != "block");
+    kinds
 }
 
 /// Runs a story with an agent that ends at one of its steps as if by SIGKILL: once for

@@ -148,6 +148,18 @@ impl Ceph {
         volume
     }
 
+    /// Gives a volume after another, and removes the image of the one before: the OSD has all
+    /// objects in memory.
+    pub fn one_after_another(&self, make: impl Fn() -> Volume) -> impl FnMut() -> Volume {
+        let mut last = None::<Volume>;
+        move || {
+            if let Some(last) = last.take() {
+                self.cluster.rbd(&["rm", "--no-progress", &spec_of(&last)]);
+            }
+            last.insert(make()).clone()
+        }
+    }
+
     /// The class's `volumeNamePrefix`.
     pub fn prefix(&self) -> String {
         format!("{}-", name_of(&self.root))

@@ -9,7 +9,7 @@ use std::{
 
 use testkit::{
     Content, MIB, Node, Rng, Sandbox, Supervisor, Volume, ceph_story, crash_lifecycle_at_each_step,
-    eventually, kill_within, own_cluster_story, program, refused,
+    eventually, kill_within, kinds_to_crash, own_cluster_story, program, refused,
 };
 use tonic::Code::{FailedPrecondition, Unavailable};
 
@@ -109,8 +109,8 @@ fn the_agent_is_killed_at_some_steps_of_a_blank_image() {
         let supervisor = Supervisor::start(sandbox).await;
         let node = node_with(sandbox, ceph, &supervisor).await;
         let devices = |volume: &Volume| devices_over(volume).len();
-        for kind in ["ext4", "block"] {
-            let volume = || served(ceph.volume(kind));
+        for kind in kinds_to_crash() {
+            let volume = ceph.one_after_another(|| served(ceph.volume(kind)));
             crash_lifecycle_at_each_step(&node, 36, volume, devices, ceph.doubling()).await;
         }
         node.assert_clean().await;
