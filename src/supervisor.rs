@@ -32,6 +32,8 @@ pub(crate) mod processes;
 mod spec;
 
 #[cfg(feature = "holder")]
+pub mod child;
+#[cfg(feature = "holder")]
 mod daemon;
 #[cfg(feature = "holder")]
 pub mod keeper;
@@ -39,8 +41,6 @@ pub mod keeper;
 pub mod memory_lock;
 #[cfg(feature = "holder")]
 mod records;
-#[cfg(feature = "holder")]
-pub mod registration;
 #[cfg(feature = "holder")]
 pub mod service;
 #[cfg(feature = "holder")]

@@ -404,5 +404,5 @@ mod networks;
 #[cfg(test)]
 mod tests;
 
-pub use fences::{Fence, Fences};
+pub use fences::{Fence, Fences, blocklist_dead};
 pub use networks::{BadCidr, Cidr, FencedNetworks, NetworkError};

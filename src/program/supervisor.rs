@@ -17,8 +17,9 @@ use crate::{
     program::report_threads,
     proto::holder::holder_server::HolderServer,
     supervisor::{
+        child,
         keeper::Keeper,
-        memory_lock, registration,
+        memory_lock,
         service::{METHODS, SupervisorService},
     },
 };
@@ -66,9 +67,9 @@ struct Options {
 pub fn main() -> ExitCode {
     if std::env::args_os()
         .nth(1)
-        .is_some_and(|verb| verb == registration::VERB)
+        .is_some_and(|verb| verb == child::VERB)
     {
-        return registration::child();
+        return child::main();
     }
     let options: Options = config::parse();
     let _logs = match begin(&options.service) {

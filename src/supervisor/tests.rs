@@ -105,6 +105,14 @@ impl Test {
         supervisor.map(&self.spec, self.key())
     }
 
+    /// The addresses of the clients that have the image open.
+    fn watchers(&self) -> Vec<String> {
+        let status = self.cluster.rbd(&["status", &self.spec.name()]);
+        let watchers = status.split("watcher=").skip(1);
+        let address = |text: &str| text.split(' ').next().unwrap_or_default().to_owned();
+        watchers.map(address).collect()
+    }
+
     fn resize(&self, size: &str) {
         let args = ["resize", "--no-progress", "-s", size, &self.spec.name()];
         self.cluster.rbd(&args);

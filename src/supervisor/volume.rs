@@ -34,10 +34,10 @@ use tokio::{
 
 use super::{
     Spec, SupervisorError,
+    child::registration::Lineage,
     daemon::Daemon,
     error::failed,
     processes::DaemonProcess,
-    registration::Lineage,
     shared::{Shared, Status, VolumeCommand},
 };
 use crate::kernel::nbd::NbdDevice;
@@ -68,6 +68,8 @@ pub struct ServedVolume {
     /// The arguments and the key by which its daemons are started.
     candidates: StartCandidates,
     daemon: Option<Daemon>,
+    /// The Ceph clients of daemons that have died since one last began to serve.
+    dead_clients: Vec<i64>,
     /// Since when this node has the volume, where the controller fences.
     lineage: Lineage,
     /// A daemon that another process started.
@@ -104,6 +106,7 @@ impl ServedVolume {
             status,
             candidates: StartCandidates::of_record(spec),
             daemon: None,
+            dead_clients: Vec::new(),
             lineage: Lineage::broken(),
             found: None,
             resized: 0,
@@ -201,6 +204,7 @@ impl ServedVolume {
     async fn daemon_ended(&mut self) {
         if let Some(daemon) = self.daemon.take() {
             tracing::warn!(volume = self.id, pid = daemon.pid(), "rbd-nbd has ended");
+            self.dead_clients.extend(daemon.clients());
         }
         // Starting another may take a while.
         let device = self.device().ok().flatten();

@@ -90,6 +90,12 @@ impl Fences {
     }
 }
 
+/// Blocklists a client that has ended, for as long as librbd does before it breaks a dead
+/// client's lock: an hour, unless the cluster has another default.
+pub fn blocklist_dead(cluster: &Cluster, address: &str) -> Result<(), CephError> {
+    blocklist(cluster, "add", address, None)
+}
+
 /// `ceph osd blocklist`. Removing an entry needs more capabilities than `profile rbd`.
 fn blocklist(
     cluster: &Cluster,

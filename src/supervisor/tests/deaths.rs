@@ -28,30 +28,50 @@ fn kill(pid: Option<i32>) {
     signal(pid, Signal::KILL);
 }
 
+/// After this time the cluster drops a dead client by itself (`osd_client_watch_timeout`).
+const DEAD_CLIENT_DROPPED_AFTER: Duration = Duration::from_secs(30);
+
 #[test]
 fn a_daemon_that_is_killed_under_io_comes_back_and_io_goes_on() {
-    let Some(test) = Test::without_lock("killed") else {
-        return;
-    };
-    let supervisor = test.supervisor();
-    let (node, _) = test.map(&supervisor).unwrap();
-    write(&node, 0, 1, MIB).join().unwrap();
-    // By which the kernel sends the requests of a dead daemon to the next.
-    assert_eq!(test.request_timeout(), 500);
-    let writing = write(&node, 0, 2, 32 * MIB);
-    let first = supervisor.status(&test).pid;
-    kill(first);
-    let back = supervisor.until("another daemon", || {
-        let status = supervisor.status(&test);
-        status.pid.is_some() && status.pid != first && status.trouble.is_none()
-    });
-    let done = supervisor.until("the write", || writing.is_finished());
-    eprintln!(
-        "another daemon after {back:?}; the write was done {done:?} later, in {:?}",
-        writing.join().unwrap()
-    );
-    supervisor.until("a short timeout", || test.request_timeout() == 500);
-    assert_holds(&node, 0, 2, 32 * MIB);
+    // Only the second's image has a lock, which the dead daemon keeps.
+    for (name, features) in [
+        ("killed", "layering"),
+        ("locked", "layering,exclusive-lock"),
+    ] {
+        let Some(test) = Test::of(name, &["--image-feature", features]) else {
+            return;
+        };
+        let supervisor = test.supervisor();
+        let (node, _) = test.map(&supervisor).unwrap();
+        write(&node, 0, 1, MIB).join().unwrap();
+        // By which the kernel sends the requests of a dead daemon to the next.
+        assert_eq!(test.request_timeout(), 500);
+        let first = test.watchers();
+        for byte in [2, 3] {
+            let writing = write(&node, 0, byte, 32 * MIB);
+            let dead = supervisor.status(&test).pid;
+            let begun = Instant::now();
+            kill(dead);
+            let back = supervisor.until("another daemon", || {
+                let status = supervisor.status(&test);
+                status.pid.is_some() && status.pid != dead && status.trouble.is_none()
+            });
+            supervisor.until("the write", || writing.is_finished());
+            let gone_on = begun.elapsed();
+            eprintln!(
+                "{features}: another daemon after {back:?}, the write was done after {gone_on:?}, in {:?}",
+                writing.join().unwrap()
+            );
+            assert!(gone_on < DEAD_CLIENT_DROPPED_AFTER);
+            supervisor.until("a short timeout", || test.request_timeout() == 500);
+            assert_holds(&node, 0, byte, 32 * MIB);
+        }
+        // The dead alone are blocklisted.
+        supervisor.until("the dead are dropped", || test.watchers().len() == 1);
+        let blocklist = test.cluster.ceph(&["osd", "blocklist", "ls"]);
+        assert!(blocklist.contains(&first[0]), "{blocklist} {first:?}");
+        assert!(!blocklist.contains(&test.watchers()[0]), "{blocklist}");
+    }
 }
 
 #[test]

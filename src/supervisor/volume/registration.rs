@@ -1,5 +1,5 @@
 //! Registers the Ceph client that serves the volume, for a controller that fences
-//! ([`crate::supervisor::registration`]). Without one, nothing here runs.
+//! ([`crate::supervisor::child::registration`]). Without one, nothing here runs.
 
 use std::time::{Duration, Instant};
 
@@ -8,9 +8,9 @@ use tokio::time::sleep;
 use super::{ServedVolume, start_args::StartArgs};
 use crate::supervisor::{
     SupervisorError,
+    child::registration::{self, Lineage, RegistrationStep},
     daemon::Daemon,
     processes::process,
-    registration::{self, Lineage, RegistrationStep},
 };
 
 /// Between two looks for a daemon among the image's watchers.

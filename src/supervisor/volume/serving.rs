@@ -15,6 +15,7 @@ use crate::{
     observe::metrics,
     supervisor::{
         Spec, SupervisorError,
+        child::dead_clients,
         daemon::{Daemon, StartOutcome},
         error::failed,
         spec::Verb,
@@ -162,6 +163,7 @@ impl ServedVolume {
     }
 
     async fn start_by(&mut self, args: StartArgs, verb: &Verb<'_>) -> Result<(), SupervisorError> {
+        self.blocklist_dead_clients(&args);
         self.begins(&args).await?;
         let started = self.start_registered(&args, verb).await;
         if started.is_err() && self.daemon.is_none() {
@@ -187,19 +189,50 @@ impl ServedVolume {
                 self.shorten_request_timeout(args).await;
                 // The attach has given the device the image's size.
                 (self.resized, self.is_behind) = (0, false);
+                self.dead_clients.clear();
                 self.worked(args.clone());
                 Ok(())
             }
-            StartOutcome::Ended(error) => Err(error),
+            StartOutcome::Ended(error) => {
+                self.dead_clients.extend(daemon.clients());
+                Err(error)
+            }
             StartOutcome::Late => {
                 let stuck = self.stuck(&daemon, "did not begin to serve in time");
-                if !daemon.end().await {
+                if daemon.end().await {
+                    self.dead_clients.extend(daemon.clients());
+                } else {
                     // It may still come to serve, so no other may start.
                     self.daemon = Some(daemon);
                 }
                 Err(stuck)
             }
         }
+    }
+
+    /// Blocklists the clients of dead daemons, while the next one starts. If that fails, the
+    /// image's lock stays with them until the cluster notices that they are dead.
+    fn blocklist_dead_clients(&self, args: &StartArgs) {
+        if self.dead_clients.is_empty() {
+            return;
+        }
+        let (args, clients) = (args.clone(), self.dead_clients.clone());
+        let volume = self.id.clone();
+        // The lane logs the outcome; nothing waits for it.
+        drop(self.shared.lanes.run(&self.id, "blocklist", move || {
+            match dead_clients::blocklist(&args.spec, &args.key, clients) {
+                Ok(true) => tracing::info!(
+                    volume,
+                    "blocklisted the client of the rbd-nbd that has ended, so that the next one gets the image's lock"
+                ),
+                Ok(false) => {}
+                Err(error) => tracing::warn!(
+                    volume,
+                    error = crate::error_chain(&error),
+                    "cannot blocklist the client of the rbd-nbd that has ended: if it had the image's lock, I/O waits for 30 seconds"
+                ),
+            }
+        }));
     }
 
     /// Ends a daemon that must not serve, for the reason `why`, before it writes more. If
@@ -215,6 +248,7 @@ impl ServedVolume {
             if !daemon.kill().await {
                 return self.stuck(daemon, "does not end, not even when it is killed");
             }
+            self.dead_clients.extend(daemon.clients());
             self.daemon = None;
         }
         undone.err().unwrap_or(why)
@@ -344,6 +378,8 @@ impl ServedVolume {
             if !daemon.end().await {
                 return Err(self.stuck(daemon, "does not end, not even when it is killed"));
             }
+            // It may have been killed.
+            self.dead_clients.extend(daemon.clients());
             self.daemon = None;
         }
         Ok(())
