@@ -92,6 +92,12 @@ impl Attempt<'_> {
         }
     }
 
+    /// Whether the image is complete by its entry.
+    pub fn is_complete(&self) -> Result<bool, RbdError> {
+        let there = self.journal.read(self.pool, self.reserved.uuid)?;
+        Ok(there.is_some_and(|there| there.is_complete()))
+    }
+
     /// What was requested, for errors.
     fn what(&self) -> String {
         format!("{} {:?}", self.journal.kind().noun(), self.name)

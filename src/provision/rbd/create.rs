@@ -230,7 +230,17 @@ impl<'a> Creation<'a> {
             state: journal::CreateState::None,
             ..self.entry(reserved)
         };
-        let Some(entry) = self.attempt(&pool, reserved).there(&wanted)? else {
+        let attempt = self.attempt(&pool, reserved);
+        // A complete copy may have outlived its source.
+        if let Some(ContentSource::Volume(handle)) = &self.new.source
+            && !attempt.is_complete()?
+        {
+            match self.store.volume(handle, &self.new.secrets) {
+                Err(ProvisionError::NoVolume(_)) => {}
+                source => source?.refuse_secondary_source()?,
+            }
+        }
+        let Some(entry) = attempt.there(&wanted)? else {
             return Ok(None);
         };
         let accessibility = &self.new.accessibility;

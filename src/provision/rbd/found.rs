@@ -107,6 +107,16 @@ impl FoundImage {
         Ok(())
     }
 
+    /// Refuses to continue or remove a copy of the image that was begun before it became
+    /// secondary: either would change the image. The copy's entry stays until the image is
+    /// primary again. One that is gone is not secondary.
+    pub fn refuse_secondary_source(&self) -> Result<(), RbdError> {
+        match self.open(OpenMode::ReadOnly) {
+            Err(RbdError::Lost { .. }) => Ok(()),
+            image => self.refuse_secondary(&image?, "copy"),
+        }
+    }
+
     /// `pool[/namespace]/image`.
     pub fn path(&self) -> String {
         format!("{}/{}", self.pool, self.image)

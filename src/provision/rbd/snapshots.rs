@@ -97,6 +97,9 @@ impl RbdStore {
         prefix: Option<&str>,
     ) -> Result<Option<SnapshotInfo>, ProvisionError> {
         let attempt = self.attempt(new, volume, reserved)?;
+        if !attempt.is_complete()? {
+            volume.refuse_secondary_source()?;
+        }
         let wanted = JournalEntry {
             state: CreateState::None,
             ..self.entry(new, volume, reserved, prefix)?

@@ -274,3 +274,61 @@ async fn no_copy_is_begun_of_a_secondary_image() {
     snapshot().await.unwrap();
     copy().await.unwrap();
 }
+
+/// The entry of a copy that was begun while its source was primary.
+#[tokio::test]
+async fn a_copy_begun_before_a_demotion_is_refused_and_its_entry_stays() {
+    let Some(home) = Home::new() else { return };
+    home.mirror_pool();
+    let made = home.make(home.volume("primary", MIB)).await;
+    let io = home.io();
+    let uuids = [
+        "6a0c9d0e-58c5-4a7c-9f42-0d3c6f0f8f6a",
+        "6a0c9d0e-58c5-4a7c-9f42-0d3c6f0f8f6b",
+    ];
+    let begun = [
+        (
+            "csi.snaps.default",
+            "csi.snap.",
+            "csi.snapname",
+            "csi-snap-",
+        ),
+        (
+            "csi.volumes.default",
+            "csi.volume.",
+            "csi.volname",
+            "csi-vol-",
+        ),
+    ];
+    for ((directory, prefix, name, image), uuid) in begun.iter().zip(uuids) {
+        let (key, image) = (format!("{prefix}begun"), format!("{image}{uuid}"));
+        io.omap_set(directory, &[(&key, uuid)]).unwrap();
+        // As ceph-csi enters them.
+        let keys = [(*name, "begun"), ("csi.imagename", &image)];
+        io.omap_set(&format!("{prefix}{uuid}"), &keys).unwrap();
+    }
+    home.replicate(&made, enable()).await.unwrap();
+    home.replicate(&made, ReplicationChange::Demote)
+        .await
+        .unwrap();
+    let snapshot = || async {
+        let new = home.snapshot("begun", &made.handle);
+        home.rbd.create_snapshot(new).await.map(|made| made.handle)
+    };
+    let copy = || async {
+        let copy = NewVolume {
+            source: Some(ContentSource::Volume(made.handle.clone())),
+            ..home.volume("begun", MIB)
+        };
+        home.rbd.create_volume(copy).await.map(|made| made.handle)
+    };
+    for refused in [snapshot().await, copy().await] {
+        let refused = refused.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Precondition, "{refused}");
+        assert!(refused.to_string().contains("promote"), "{refused}");
+    }
+    home.replicate(&made, promote(false)).await.unwrap();
+    for (completed, uuid) in [snapshot().await, copy().await].into_iter().zip(uuids) {
+        assert!(completed.unwrap().ends_with(uuid));
+    }
+}
