@@ -5,6 +5,9 @@ use std::{collections::HashMap, fmt, fs, io, path::Path};
 
 use zeroize::Zeroizing;
 
+/// The name of a secret that is a passphrase.
+pub const PASSPHRASE: &str = "encryptionPassphrase";
+
 /// One secret value.
 #[derive(Clone)]
 pub struct Secret(Zeroizing<String>);
@@ -39,7 +42,8 @@ pub struct Secrets(HashMap<String, Secret>);
 
 impl Secrets {
     /// Reads a directory in which Kubernetes mounts a Secret: one file for each key. A
-    /// trailing newline is not part of the value.
+    /// trailing newline, as of `echo`, is part of a passphrase alone: in a request kubelet and
+    /// the sidecars give it, too, and no name, key or address ends in one.
     pub fn read_dir(dir: &Path) -> io::Result<Self> {
         let mut found = HashMap::new();
         for entry in fs::read_dir(dir)? {
@@ -48,8 +52,9 @@ impl Secrets {
             if let Ok(name) = entry.file_name().into_string()
                 && fs::metadata(entry.path())?.is_file()
             {
-                let text = Zeroizing::new(fs::read_to_string(entry.path())?);
-                found.insert(name, Secret::new(text.trim_end_matches('\n').to_owned()));
+                let exact = Secret::new(fs::read_to_string(entry.path())?);
+                let bare = (name != PASSPHRASE).then(|| exact.without_newline());
+                found.insert(name, bare.flatten().unwrap_or(exact));
             }
         }
         Ok(Self(found))
@@ -106,8 +111,13 @@ mod tests {
         fs::create_dir(dir.path().join("..2026")).unwrap();
         fs::write(dir.path().join("userID"), "csi\n").unwrap();
         fs::write(dir.path().join("userKey"), "AQ==").unwrap();
+        fs::write(dir.path().join("encryptionPassphrase"), "open\n").unwrap();
         let wire = Secrets::read_dir(dir.path()).unwrap().to_wire();
-        let given = [("userID", "csi"), ("userKey", "AQ==")];
+        let given = [
+            ("userID", "csi"),
+            ("userKey", "AQ=="),
+            ("encryptionPassphrase", "open\n"),
+        ];
         assert_eq!(
             wire,
             given

@@ -29,7 +29,7 @@ use serde_json::Value;
 use super::csi_format::encryption::{
     EncryptionError, generate, generate_for_files, open, passphrase, seal,
 };
-use crate::secret::{Secret, Secrets};
+use crate::secret::{PASSPHRASE, Secret, Secrets};
 
 #[cfg(feature = "kms")]
 mod aws;
@@ -44,7 +44,6 @@ mod vault;
 pub const DEFAULT_KMS: &str = "default";
 
 /// The key of a Secret, or of a request's secrets, that has a passphrase.
-const PASSPHRASE: &str = "encryptionPassphrase";
 
 /// The place of a volume's passphrase.
 #[derive(Clone, Debug)]

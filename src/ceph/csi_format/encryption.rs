@@ -17,7 +17,7 @@ use zeroize::Zeroizing;
 
 use crate::{
     kind::Kind,
-    secret::{Secret, Secrets},
+    secret::{PASSPHRASE, Secret, Secrets},
 };
 
 /// The image's metadata key for a sealed passphrase.
@@ -181,9 +181,7 @@ impl Sealed {
 
 /// The passphrase of a request's secrets.
 pub fn passphrase(secrets: &Secrets) -> Result<&Secret, EncryptionError> {
-    secrets
-        .get("encryptionPassphrase")
-        .ok_or(EncryptionError::Missing)
+    secrets.get(PASSPHRASE).ok_or(EncryptionError::Missing)
 }
 
 /// A new passphrase for one volume: 160 random bits.

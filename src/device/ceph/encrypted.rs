@@ -66,7 +66,13 @@ impl BoundCephImage<'_> {
                 self.format_once(known, under, &held, is_encrypted, options, format)?;
             }
             held.check()?;
-            luks::open(under, &name, &passphrase, options.read_only, &domain)?.0
+            let open = |by: &Secret| luks::open(under, &name, by, options.read_only, &domain);
+            match (open(&passphrase), passphrase.without_newline()) {
+                // The volume's passphrase, by a file that an editor or `echo` wrote; or a volume
+                // of earlier builds, which took such a file's text without the newline.
+                (Err(LuksError::Passphrase { .. }), Some(bare)) => open(&bare)?.0,
+                (opened, _) => opened?.0,
+            }
         };
         if let Some(queried) = queried.filter(|_| !is_encrypted && !options.read_only) {
             // The image holds data from now on.

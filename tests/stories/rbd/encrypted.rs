@@ -79,6 +79,25 @@ fn lifecycle_with_the_secrets_passphrase() {
 }
 
 #[test]
+fn a_newline_is_part_of_a_passphrase_but_a_volume_opens_without_it() {
+    ceph_story(async |sandbox, ceph| {
+        let node = node(sandbox, ceph).await;
+        let of_echo = format!("{PASSPHRASE}\n");
+        let ended = volume(ceph, "block");
+        let (ended, bare) = (
+            with_passphrase(ended.clone(), &of_echo),
+            with_passphrase(ended, PASSPHRASE),
+        );
+        lifecycle(&node, &ended).await;
+        refused(node.stage(&bare).await, Unauthenticated, &["passphrase"]);
+        let bare = volume(ceph, "block");
+        lifecycle(&node, &bare).await;
+        lifecycle(&node, &with_passphrase(bare, &of_echo)).await;
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn lifecycle_with_a_passphrase_of_the_volumes_own() {
     ceph_story(async |sandbox, ceph| {
         let node = node(sandbox, ceph).await;
