@@ -65,6 +65,7 @@ mod image_size;
 mod left_snapshots;
 mod listing;
 mod lookup;
+mod luks_header;
 mod metadata;
 mod networks;
 mod operators;

@@ -1,4 +1,5 @@
-//! The blocks of snapshots: the objects of their images.
+//! The blocks of snapshots: the objects of their images. The offsets are those of the device
+//! that a pod has, which backup software reads.
 
 use std::ops::Range;
 
@@ -8,7 +9,9 @@ use super::{
         blocks::{self, SnapshotData, before_end},
     },
     RbdStore,
+    encryption::{Encryption, EncryptionType},
     error::RbdError,
+    luks_header::data_offset,
     snapshots::show_snapshot,
 };
 use crate::{
@@ -19,6 +22,9 @@ use crate::{
 /// The image of a snapshot.
 struct ImageData {
     image: Image,
+    /// Where the device begins in the image.
+    begins: u64,
+    /// The size of the device.
     bytes: u64,
 }
 
@@ -32,7 +38,12 @@ impl SnapshotData for ImageData {
         if part.is_empty() {
             return Ok(Vec::new());
         }
-        Ok(self.image.changes(None, &part).map_err(RbdError::from)?)
+        let inside = self.begins + part.start..self.begins + part.end;
+        let mut ranges = self.image.changes(None, &inside).map_err(RbdError::from)?;
+        for range in &mut ranges {
+            *range = range.start - self.begins..range.end - self.begins;
+        }
+        Ok(ranges)
     }
 
     fn read(&self, at: u64, data: &mut [u8]) -> Result<(), ProvisionError> {
@@ -40,7 +51,8 @@ impl SnapshotData for ImageData {
         if inside.is_empty() {
             return Ok(());
         }
-        Ok(self.image.read(at, inside).map_err(RbdError::from)?)
+        let read = self.image.read(self.begins + at, inside);
+        Ok(read.map_err(RbdError::from)?)
     }
 }
 
@@ -61,7 +73,16 @@ impl RbdStore {
             image => image?,
         };
         let shown = show_snapshot(&found)?;
-        let bytes = shown.bytes;
-        Ok((ImageData { image, bytes }, shown.source))
+        let encryption = Encryption::of_journal(&found.recorded()?.entry)?;
+        let begins = match encryption.map(|encryption| encryption.what) {
+            Some(EncryptionType::Block) => data_offset(&image)?,
+            Some(EncryptionType::Files) | None => 0,
+        };
+        let data = ImageData {
+            image,
+            begins,
+            bytes: shown.bytes.saturating_sub(begins),
+        };
+        Ok((data, shown.source))
     }
 }

@@ -219,6 +219,11 @@ pub enum RbdError {
     /// Remedy: make volumes by a class with imageFeatures: layering; copy this one's data.
     #[error("image {0} lacks the feature layering, so its snapshots cannot be cloned")]
     NoLayering(String),
+    /// The place of an encrypted image's data is unknown.
+    #[error(
+        "cannot tell the blocks of image {image}, which is encrypted: {why}, so it is unknown where the data of its device begins"
+    )]
+    NoDataOffset { image: String, why: &'static str },
     /// Nothing holds the writes to the image.
     #[error(
         "image {0} lacks the feature exclusive-lock, so Ceph cannot hold its writes while a group \
@@ -415,6 +420,7 @@ impl RbdError {
             | Self::ClientNotRegistered { .. }
             | Self::OnOtherNode { .. }
             | Self::NoLayering(_)
+            | Self::NoDataOffset { .. }
             | Self::NoExclusiveLock(_)
             | Self::SeveralClusters { .. }
             | Self::EncryptedOtherwise { .. }

@@ -99,3 +99,78 @@ async fn blocks_with_data_and_changed_ones_are_told() {
     let refused = home.rbd.snapshot_blocks(beyond).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::OutOfRange, "{refused}");
 }
+
+/// Backup software reads the device, which lacks the header.
+#[tokio::test]
+async fn offsets_of_an_encrypted_volume_are_those_of_its_device() {
+    const HEADER: u64 = 16 * MIB;
+    let Some(home) = Home::new() else { return };
+    let mut new = home.encrypted_by("secret", "");
+    new.range.required = 32 * MIB;
+    let volume = home.make(new).await;
+    let snapshot = |name: &'static str| {
+        let mut new = home.snapshot(name, &volume.handle);
+        new.secrets = home.encrypted_by("secret", "").secrets;
+        home.rbd.create_snapshot(new)
+    };
+    let blank = snapshot("blank").await.unwrap();
+    let formatted = home.dir.path().join("formatted");
+    let file = std::fs::File::create(&formatted).unwrap();
+    file.set_len(32 * MIB).unwrap();
+    let path = formatted.to_str().unwrap();
+    std::fs::write(home.dir.path().join("pass"), "word").unwrap();
+    let key = home.dir.path().join("pass");
+    testkit::run(&[
+        "cryptsetup",
+        "luksFormat",
+        "--batch-mode",
+        "--type=luks2",
+        "--pbkdf=pbkdf2",
+        "--pbkdf-force-iterations=1000",
+        path,
+        key.to_str().unwrap(),
+    ]);
+    let io = home.io();
+    let image = Image::open(&io, &volume.context["imageName"], OpenMode::ReadWrite).unwrap();
+    let header = std::fs::read(&formatted).unwrap();
+    image.write(0, &header[..64 << 10]).unwrap();
+    image.write(HEADER + 8192, &[1; 4096]).unwrap();
+    let first = snapshot("first").await.unwrap();
+    image.write(HEADER, &[2; 4096]).unwrap();
+    // As when the passphrase is replaced.
+    image.write(32768, &[3; 512]).unwrap();
+    let second = snapshot("second").await.unwrap();
+
+    let page = async |snapshot: &SnapshotInfo, base: Option<&SnapshotInfo>| {
+        let what = BlockRequest {
+            snapshot: snapshot.handle.clone(),
+            base: base.map(|base| base.handle.clone()),
+            from: 0,
+            max: 0,
+            secrets: home.secrets(),
+        };
+        home.rbd.snapshot_blocks(what).await.unwrap()
+    };
+    let delta = page(&second, Some(&first)).await;
+    assert_eq!((delta.bytes, delta.blocks), (16 * MIB, [0..4096].to_vec()));
+    let all = page(&second, None).await;
+    assert_eq!(all.bytes, 16 * MIB);
+    assert!(covers(&all.blocks, 0) && covers(&all.blocks, 8192));
+    assert!(all.blocks.iter().all(|block| block.end <= 16 * MIB));
+    let since = page(&first, Some(&blank)).await;
+    assert_eq!(since.blocks, [8192..12288]);
+    assert_eq!(page(&blank, None).await.blocks, []);
+
+    // Without a header of LUKS2 the offsets are unknown.
+    image.write(0, b"none").unwrap();
+    let foreign = snapshot("foreign").await.unwrap();
+    let what = BlockRequest {
+        snapshot: foreign.handle,
+        base: None,
+        from: 0,
+        max: 0,
+        secrets: home.secrets(),
+    };
+    let refused = home.rbd.snapshot_blocks(what).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Precondition, "{refused}");
+}

@@ -26,7 +26,7 @@ impl Home {
     }
 
     /// A volume of a class with that KMS, whatever the configuration.
-    fn encrypted_by(&self, name: &str, kms: &str) -> NewVolume {
+    pub fn encrypted_by(&self, name: &str, kms: &str) -> NewVolume {
         let mut new = self.volume(name, MIB);
         for (key, value) in [("encrypted", "True"), ("encryptionKMSID", kms)] {
             new.parameters.insert(key.to_owned(), value.to_owned());
