@@ -15,6 +15,7 @@ mod complete;
 mod context;
 mod copies;
 mod doctor;
+mod enter;
 mod error;
 mod explain;
 mod flow;
@@ -137,6 +138,7 @@ enum Command {
     Expand(volumes::Expand),
     Snapshot(snapshots::Snapshots),
     Orphans(orphans::Orphans),
+    Enter(enter::Enter),
     Stage(attach::Stage),
     Publish(attach::Publish),
     Unpublish(attach::Unpublish),
@@ -251,6 +253,7 @@ impl Cli {
             Command::Expand(it) => print(it.run(context).await?, json),
             Command::Snapshot(it) => print(it.run(context).await?, json),
             Command::Orphans(it) => print(it.run(context).await?, json),
+            Command::Enter(it) => print(it.run(context).await?, json),
             Command::Stage(it) => print(it.run(context).await?, json),
             Command::Publish(it) => print(it.run(context).await?, json),
             Command::Unpublish(it) => print(it.run(context).await?, json),

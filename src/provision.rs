@@ -40,6 +40,7 @@ pub use params::Parameters;
 pub use range::Range;
 pub use replication::{
     Replicated, ReplicationChange, ReplicationHealth, ReplicationInfo, ReplicationParameters,
+    VolumeToEnter,
 };
 pub use serialized::within;
 pub use stores::{StoreKind, Stores};
@@ -408,6 +409,22 @@ pub trait Provisioner: fmt::Debug + Send + Sync + 'static {
         _handle: &str,
         _secrets: &Secrets,
     ) -> Result<ReplicationInfo, ProvisionError> {
+        Err(ProvisionError::Unsupported(REPLICATES_NONE))
+    }
+    /// The handle of a replicated volume in the other cluster.
+    fn replication_destination(
+        &self,
+        _handle: &str,
+        _secrets: &Secrets,
+    ) -> Result<String, ProvisionError> {
+        Err(ProvisionError::Unsupported(REPLICATES_NONE))
+    }
+    /// Enters a volume that another site has created in the journal of this one.
+    fn enter_volume(
+        &self,
+        _volume: &VolumeToEnter,
+        _secrets: &Secrets,
+    ) -> Result<Done, ProvisionError> {
         Err(ProvisionError::Unsupported(REPLICATES_NONE))
     }
     /// Shuts networks off from a cluster, or, if `fenced` is false, ends that.

@@ -162,6 +162,9 @@ pub enum CliError {
     /// Remedy: repair what the message names, and repeat the command.
     #[error("the list is incomplete: {}", .0.join("; "))]
     IncompleteList(Vec<String>),
+    /// The results of `enter` were printed, and not all volumes are entered.
+    #[error("not entered: {}", .0.join(", "))]
+    NotEntered(Vec<String>),
     /// `wait` gave up.
     ///
     /// Remedy: `uringctl plan` says what it waits for.
@@ -314,6 +317,7 @@ impl CliError {
             Self::NotYet { .. } => 6,
             Self::Unhealthy(_) => 9,
             Self::IncompleteList(_)
+            | Self::NotEntered(_)
             | Self::MissingField { .. }
             | Self::CallsFailed(_)
             | Self::Interrupted

@@ -373,6 +373,7 @@ fn addons_routes(driver_name: &str, started: Readiness, stores: &Stores) -> Rout
             Operation::ReclaimOffline,
             Operation::FenceNetworks,
             Operation::ReplicateVolumes,
+            Operation::ReplicationDestination,
         ]);
     }
     let identity = AddonsIdentity::new(driver_name, started, operations);

@@ -32,7 +32,8 @@ use super::{
     Abilities, BlockPage, BlockRequest, Capacity, CapacityRequest, Cidr, GroupSnapshotInfo,
     ListEntry, ListRequest, NewGroupSnapshot, NewSnapshot, NewVolume, OrphanReport, ProvisionError,
     Provisioner, PublishRequest, PublishedVolume, Range, Release, Replicated, ReplicationChange,
-    ReplicationInfo, SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse, serialized::KeyedMutex,
+    ReplicationInfo, SnapshotInfo, VolumeCondition, VolumeInfo, VolumeToEnter, VolumeUse,
+    serialized::KeyedMutex,
 };
 use crate::{
     Done,
@@ -56,6 +57,7 @@ mod copies;
 mod create;
 mod deletes;
 mod encryption;
+mod enter;
 mod error;
 mod fencing;
 mod flatten;
@@ -278,6 +280,22 @@ impl Provisioner for RbdStore {
         secrets: &Secrets,
     ) -> Result<ReplicationInfo, ProvisionError> {
         self.replication_info(handle, secrets)
+    }
+
+    fn enter_volume(
+        &self,
+        volume: &VolumeToEnter,
+        secrets: &Secrets,
+    ) -> Result<Done, ProvisionError> {
+        self.enter_volume(volume, secrets)
+    }
+
+    fn replication_destination(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<String, ProvisionError> {
+        self.replication_destination(handle, secrets)
     }
 
     fn fence_networks(

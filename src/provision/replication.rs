@@ -10,6 +10,17 @@ use super::{
     params::{bad, yes_or_no},
 };
 
+/// A volume that another site has created, as its PersistentVolume has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VolumeToEnter {
+    pub handle: String,
+    /// The name of the request that created it.
+    pub name: String,
+    /// The Kubernetes namespace of its claim.
+    pub owner: String,
+    pub context: HashMap<String, String>,
+}
+
 /// A change of a volume's replication.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ReplicationChange {

@@ -18,7 +18,7 @@ use super::{
     Abilities, BlockPage, BlockRequest, Capacity, CapacityRequest, Cidr, GroupSnapshotInfo,
     ListEntry, ListRequest, NewGroupSnapshot, NewSnapshot, NewVolume, Page, ProvisionError,
     Provisioner, PublishRequest, PublishedVolume, Range, Release, Replicated, ReplicationChange,
-    ReplicationInfo, SnapshotInfo, VolumeCondition, VolumeInfo, VolumeUse,
+    ReplicationInfo, SnapshotInfo, VolumeCondition, VolumeInfo, VolumeToEnter, VolumeUse,
     images::ImageStore,
     nfs::{self, NfsStore},
     rbd::RbdStore,
@@ -26,6 +26,7 @@ use super::{
     serialized::{Serialized, group_snapshot_named, snapshot_named, volume_named},
 };
 use crate::{
+    Done,
     ceph::csi_format::handle::is_ours as is_ceph_handle,
     finding::Finding,
     lane::{self, Inspections, Lanes},
@@ -386,6 +387,30 @@ impl Stores {
     ) -> Result<ReplicationInfo, ProvisionError> {
         self.on(handle, "look", move |store, handle| {
             store.replication_info(handle, &secrets)
+        })
+        .await
+    }
+
+    /// [`Provisioner::replication_destination`].
+    pub async fn replication_destination(
+        &self,
+        handle: String,
+        secrets: Secrets,
+    ) -> Result<String, ProvisionError> {
+        self.on(handle, "look", move |store, handle| {
+            store.replication_destination(handle, &secrets)
+        })
+        .await
+    }
+
+    /// [`Provisioner::enter_volume`].
+    pub async fn enter_volume(
+        &self,
+        volume: VolumeToEnter,
+        secrets: Secrets,
+    ) -> Result<Done, ProvisionError> {
+        self.on(volume.handle.clone(), "enter", move |store, _| {
+            store.enter_volume(&volume, &secrets)
         })
         .await
     }

@@ -34,6 +34,8 @@ pub enum Operation {
     RotateKeys,
     /// `EnableVolumeReplication` and its like.
     ReplicateVolumes,
+    /// `GetReplicationDestinationInfo`.
+    ReplicationDestination,
 }
 
 impl From<Operation> for Capability {
@@ -50,6 +52,10 @@ impl From<Operation> for Capability {
             let r#type = kind.into();
             Type::NetworkFence(capability::NetworkFence { r#type })
         };
+        let replicate = |kind: capability::volume_replication::Type| {
+            let r#type = kind.into();
+            Type::VolumeReplication(capability::VolumeReplication { r#type })
+        };
         let kind = match operation {
             Operation::ControllerService => service(capability::service::Type::ControllerService),
             Operation::NodeService => service(capability::service::Type::NodeService),
@@ -58,8 +64,10 @@ impl From<Operation> for Capability {
             Operation::FenceClients => fence(capability::network_fence::Type::GetClientsToFence),
             Operation::ReclaimOnline => reclaim(capability::reclaim_space::Type::Online),
             Operation::ReplicateVolumes => {
-                let r#type = capability::volume_replication::Type::VolumeReplication.into();
-                Type::VolumeReplication(capability::VolumeReplication { r#type })
+                replicate(capability::volume_replication::Type::VolumeReplication)
+            }
+            Operation::ReplicationDestination => {
+                replicate(capability::volume_replication::Type::GetReplicationDestinationInfo)
             }
             Operation::RotateKeys => {
                 let r#type =

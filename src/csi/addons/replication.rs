@@ -20,8 +20,10 @@ use crate::{
         EnableVolumeReplicationResponse, GetReplicationDestinationInfoRequest,
         GetReplicationDestinationInfoResponse, GetVolumeReplicationInfoRequest,
         GetVolumeReplicationInfoResponse, PromoteVolumeRequest, PromoteVolumeResponse,
-        ReplicationSource, ResyncVolumeRequest, ResyncVolumeResponse,
-        controller_server::Controller, get_volume_replication_info_response::Status as Health,
+        ReplicationDestination, ReplicationSource, ResyncVolumeRequest, ResyncVolumeResponse,
+        controller_server::Controller,
+        get_volume_replication_info_response::Status as Health,
+        replication_destination::{Type as Destination, VolumeDestination},
         replication_source::Type,
     },
     provision::{
@@ -219,9 +221,22 @@ impl Controller for AddonsController {
 
     async fn get_replication_destination_info(
         &self,
-        _: Request<GetReplicationDestinationInfoRequest>,
+        request: Request<GetReplicationDestinationInfoRequest>,
     ) -> Result<Response<GetReplicationDestinationInfoResponse>, Status> {
-        let why = "GET_REPLICATION_DESTINATION_INFO is not announced: the volume has the same handle there";
-        Err(Status::unimplemented(why))
+        let (request, caller) = taken(request);
+        let id = named(request.replication_source.as_ref(), "");
+        answered("GetReplicationDestinationInfo", &id, caller, async {
+            let id = volume_of(request.replication_source, String::new())?;
+            validate::secrets(&request.secrets)?;
+            let secrets = request.secrets.into();
+            let volume_id = self.stores.replication_destination(id, secrets).await?;
+            let volume = Destination::Volume(VolumeDestination { volume_id });
+            Ok(GetReplicationDestinationInfoResponse {
+                replication_destination: Some(ReplicationDestination {
+                    r#type: Some(volume),
+                }),
+            })
+        })
+        .await
     }
 }

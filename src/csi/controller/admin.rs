@@ -6,20 +6,21 @@ use tonic::{Request, Response, Status};
 use super::{
     super::{
         call::{Caller, observed},
-        storage,
+        storage, validate,
     },
     listing,
     service::{answered, taken},
     signed,
 };
 use crate::{
+    Done,
     proto::admin::{
-        CheckStorageRequest, CheckStorageResponse, CopyUnderWay, ListCopiesRequest,
-        ListCopiesResponse, ListNamedSnapshotsRequest, ListNamedSnapshotsResponse, NamedSnapshot,
-        controller_admin_server::ControllerAdmin,
+        CheckStorageRequest, CheckStorageResponse, CopyUnderWay, EnterVolumeRequest,
+        EnterVolumeResponse, ListCopiesRequest, ListCopiesResponse, ListNamedSnapshotsRequest,
+        ListNamedSnapshotsResponse, NamedSnapshot, controller_admin_server::ControllerAdmin,
     },
     provision::{
-        Omitted, SnapshotInfo, Stores,
+        Omitted, SnapshotInfo, Stores, VolumeToEnter,
         images::{Copies, CopyKind, CopyProgress},
     },
 };
@@ -59,6 +60,31 @@ impl ControllerAdmin for ControllerAdminService {
         let caller = Caller::of(request.metadata());
         observed("CheckStorage", "", caller, async {
             Ok(storage::answer(self.stores.inspect().await))
+        })
+        .await
+    }
+
+    async fn enter_volume(
+        &self,
+        request: Request<EnterVolumeRequest>,
+    ) -> Result<Response<EnterVolumeResponse>, Status> {
+        let (request, caller) = taken(request);
+        let id = request.volume_id.clone();
+        answered("EnterVolume", &id, caller, async {
+            validate::id("volume_id", &request.volume_id)?;
+            validate::required("name", &request.name)?;
+            validate::map("volume_context", &request.volume_context)?;
+            validate::secrets(&request.secrets)?;
+            let volume = VolumeToEnter {
+                handle: request.volume_id,
+                name: request.name,
+                owner: request.owner,
+                context: request.volume_context,
+            };
+            let entered = self.stores.enter_volume(volume, request.secrets.into());
+            Ok(EnterVolumeResponse {
+                entered: entered.await? == Done::Now,
+            })
         })
         .await
     }

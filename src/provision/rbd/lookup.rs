@@ -304,7 +304,7 @@ fn find_image(pool: &IoCtx, handle: &Handle, entry: &mut JournalEntry) -> Result
 }
 
 /// The name of the image with a handle's uuid.
-fn image_of(pool: &IoCtx, handle: &Handle) -> Result<Option<String>, CephError> {
+pub(super) fn image_of(pool: &IoCtx, handle: &Handle) -> Result<Option<String>, CephError> {
     let uuid = handle.uuid().to_string();
     let mut names = rbd::list(pool)?.into_iter().map(|image| image.name);
     Ok(names.find(|name| name.ends_with(&uuid)))
@@ -312,7 +312,7 @@ fn image_of(pool: &IoCtx, handle: &Handle) -> Result<Option<String>, CephError> 
 
 /// Whether an error shows that the cluster is not configured or does not admit this user:
 /// it counts as a cluster without the volume.
-fn is_not_ours(error: &RbdError) -> bool {
+pub(super) fn is_not_ours(error: &RbdError) -> bool {
     match error {
         RbdError::Config(error) => matches!(
             error,

@@ -210,6 +210,22 @@ impl RbdStore {
         let sites = image.mirror_sites().map_err(RbdError::from)?;
         info(&sites).ok_or_else(|| RbdError::NotSynced(found.path()).into())
     }
+
+    /// The volume's handle in the other cluster. It is the same: that site finds the image by
+    /// `cluster-mapping.json`, under the same uuid.
+    pub(super) fn replication_destination(
+        &self,
+        handle: &str,
+        secrets: &Secrets,
+    ) -> Result<String, ProvisionError> {
+        let found = self.volume(handle, secrets)?;
+        match found.open(OpenMode::ReadOnly)?.mirroring() {
+            Ok(Mirroring::Primary | Mirroring::Secondary) => Ok(handle.to_owned()),
+            Ok(Mirroring::None) => Err(refused(&found, NOT_MIRRORED.to_owned()).into()),
+            Ok(Mirroring::Ending) => Err(syncing(&found, ENDS).into()),
+            Err(error) => Err(RbdError::from(error).into()),
+        }
+    }
 }
 
 fn disable(found: &FoundImage, force: bool) -> Result<(), RbdError> {

@@ -11,9 +11,10 @@ use uring_csi::proto::addons::{
     identity::capability::Type,
     replication::{
         DemoteVolumeRequest, DisableVolumeReplicationRequest, EnableVolumeReplicationRequest,
-        GetVolumeReplicationInfoRequest, PromoteVolumeRequest, ReplicationSource,
-        ResyncVolumeRequest,
+        GetReplicationDestinationInfoRequest, GetVolumeReplicationInfoRequest,
+        PromoteVolumeRequest, ReplicationSource, ResyncVolumeRequest,
         controller_client::ControllerClient,
+        replication_destination,
         replication_source::{self, VolumeGroupSource, VolumeSource},
     },
 };
@@ -78,6 +79,23 @@ impl<'a> Replication<'a> {
         };
         self.client().demote_volume(request).await.map(drop)
     }
+
+    /// The volume's id in the other cluster.
+    async fn destination(&self) -> Result<String, Status> {
+        let request = GetReplicationDestinationInfoRequest {
+            replication_source: self.source.clone(),
+            secrets: self.secrets(),
+        };
+        let answer = self
+            .client()
+            .get_replication_destination_info(request)
+            .await?;
+        let destination = answer.into_inner().replication_destination;
+        match destination.and_then(|destination| destination.r#type) {
+            Some(replication_destination::Type::Volume(volume)) => Ok(volume.volume_id),
+            other => panic!("{other:?}"),
+        }
+    }
 }
 
 #[test]
@@ -88,8 +106,9 @@ fn a_volume_is_replicated_by_the_calls_of_the_sidecar() {
         };
         let (controller, addons) = controller_with_addons(sandbox, &ceph).await;
         let announced = addons.capabilities().await;
-        let is_replication = |one: &Type| matches!(one, Type::VolumeReplication(_));
-        assert!(announced.iter().any(is_replication));
+        let is_replication = |one: &&Type| matches!(one, Type::VolumeReplication(_));
+        // The calls that change and tell it, and that of its destination.
+        assert_eq!(announced.iter().filter(is_replication).count(), 2);
         let made = controller.create(ceph.claim("v", MIB)).await.unwrap();
         let volume = Replication::of(&addons, &controller, &made.volume_id);
         refused(
@@ -97,10 +116,16 @@ fn a_volume_is_replicated_by_the_calls_of_the_sidecar() {
             FailedPrecondition,
             &["not mirrored"],
         );
+        refused(
+            volume.destination().await,
+            FailedPrecondition,
+            &["not mirrored"],
+        );
         let mirror = ["mirror", "pool", "enable", &ceph.pool, "image"];
         ceph.cluster.rbd(&mirror);
         volume.enable(&[]).await.unwrap();
         volume.promote().await.unwrap();
+        assert_eq!(volume.destination().await.unwrap(), made.volume_id);
         let info = GetVolumeReplicationInfoRequest {
             replication_source: volume.source.clone(),
             secrets: volume.secrets(),
@@ -157,6 +182,7 @@ fn invalid_requests_for_a_replication_name_their_field() {
             r#type: Some(replication_source::Type::Volumegroup(group)),
         });
         refused(volume.promote().await, Unimplemented, &["groups"]);
+        refused(volume.destination().await, Unimplemented, &["groups"]);
         let made = controller.create(ceph.claim("v", MIB)).await.unwrap();
         let volume = Replication::of(&addons, &controller, &made.volume_id);
         for name in ["mirroringMode", "schedulingInterval", "flattenMode"] {

@@ -6,7 +6,10 @@ use std::sync::Arc;
 use testkit::Replayer;
 
 use super::*;
-use crate::ceph::client::rbd::{self as images, Image, Mirroring, OpenMode};
+use crate::{
+    ceph::client::rbd::{self as images, Image, Mirroring, OpenMode},
+    provision::VolumeToEnter,
+};
 
 /// A volume that was made at one site and is at another by now.
 pub struct Moved {
@@ -158,6 +161,57 @@ async fn a_volume_is_followed_to_the_site_that_has_it() {
     std::fs::remove_file(file).unwrap();
     let unknown = moved.grow(MIB).await.unwrap_err();
     assert_eq!(unknown.kind(), ErrorKind::Invalid);
+}
+
+/// rbd-mirror copies images alone.
+#[tokio::test]
+async fn a_mirrored_volume_is_entered_by_its_persistent_volume() {
+    let Some(home) = Home::new() else { return };
+    home.configure_kms(&serde_json::json!({"own": {"encryptionKMSType": "metadata"}}));
+    let mut new = home.encrypted_by("pvc-1", "own");
+    let owner = "csi.storage.k8s.io/pvc/namespace".to_owned();
+    new.parameters.insert(owner, "shop".to_owned());
+    let moved = Moved::of(home, new).await;
+    let (there, entry) = (&moved.sites[1], moved.entry());
+    let keys = |object: &str| there.omap_list(object, "").unwrap();
+    let (mut known, names) = (keys(&entry), keys("csi.volumes.default"));
+    // This driver's own.
+    known.retain(|key, _| key.starts_with("csi."));
+    assert_eq!(known.len(), 6, "{known:?}");
+    for object in [&*entry, "csi.volumes.default"] {
+        there.remove(object).unwrap();
+    }
+    moved.lose();
+    let lost = moved.grow(2 * MIB).await.unwrap_err();
+    assert_eq!(lost.kind(), ErrorKind::NotFound, "{lost}");
+
+    let volume = VolumeToEnter {
+        handle: moved.volume.handle.clone(),
+        name: "pvc-1".to_owned(),
+        owner: "shop".to_owned(),
+        context: moved.volume.context.clone().into_iter().collect(),
+    };
+    let enter = async |volume: &VolumeToEnter| {
+        let secrets = moved.home.secrets();
+        moved.home.rbd.enter_volume(volume.clone(), secrets).await
+    };
+    assert_eq!(enter(&volume).await.unwrap(), Done::Now);
+    assert_eq!((keys(&entry), keys("csi.volumes.default")), (known, names));
+    assert_eq!(enter(&volume).await.unwrap(), Done::Already);
+    // A name that was lost.
+    there.remove("csi.volumes.default").unwrap();
+    assert_eq!(enter(&volume).await.unwrap(), Done::Now);
+    assert_eq!(moved.grow(2 * MIB).await.unwrap(), 2 * MIB);
+
+    let other = VolumeToEnter {
+        name: "pvc-2".to_owned(),
+        ..volume.clone()
+    };
+    let refused = enter(&other).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Conflict, "{refused}");
+    moved.delete().await;
+    let none = enter(&volume).await.unwrap_err();
+    assert_eq!(none.kind(), ErrorKind::NotFound, "{none}");
 }
 
 #[tokio::test]
