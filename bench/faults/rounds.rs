@@ -114,7 +114,7 @@ impl Hurt<'_> {
         join_all(self.volumes.iter().map(async |volume| {
             let target = node.up(volume, "pod").await;
             match self.phase {
-                Phase::Probe | Phase::Mount => node.down(volume, "pod").await,
+                Phase::Stage | Phase::Probe | Phase::Mount => node.down(volume, "pod").await,
                 Phase::Publish => node.unpublish(volume, "pod").await.expect("unpublished"),
                 // Of a server that dies, the last ones are the answer.
                 Phase::Use => drop(node.stats(volume, &target).await.expect("stats")),

@@ -60,12 +60,9 @@ fn refuse(record: &Record, spec: &Expand) -> Result<(), Cause> {
 }
 
 fn on_lane(cx: OnLane<'_>, record: &Record, spec: &Expand) -> Result<Outcome, Cause> {
-    let looks = || stats::usage(&cx.node.places, record, &spec.volume_path).ok();
     if !is_staged_at(record, spec) {
-        let usage = cx.step("look", looks).ok_or_else(|| {
-            let at = spec.volume_path.display();
-            Cause::NotFound(format!("it is not at {at}"))
-        })?;
+        let look = || stats::usage(&cx.node.places, record, &spec.volume_path);
+        let usage = cx.step("look", look)?;
         if let (false, Usage::Mounted { bytes, .. }) = (record.source.has_device(), usage) {
             // Its server limits it, if anything does: there is nothing to grow here.
             return Ok(Outcome::Size(spec.required.max(bytes.total)));
