@@ -43,8 +43,6 @@ mod vault;
 /// The id of the key management system that needs no configuration.
 pub const DEFAULT_KMS: &str = "default";
 
-/// The key of a Secret, or of a request's secrets, that has a passphrase.
-
 /// The place of a volume's passphrase.
 #[derive(Clone, Debug)]
 pub enum Kms {

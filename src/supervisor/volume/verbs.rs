@@ -55,6 +55,8 @@ impl ServedVolume {
     async fn make(&mut self, spec: Spec, key: Secret) -> Result<NbdDevice, SupervisorError> {
         // First, so that a daemon is never without a record.
         self.record(&spec)?;
+        // Their ids are of the former device's cluster.
+        self.dead_clients.clear();
         self.candidates.forget_keys();
         self.candidates.receive(StartArgs { spec, key });
         let deadline = Instant::now() + CHOOSE_WITHIN;
