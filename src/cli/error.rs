@@ -163,6 +163,8 @@ pub enum CliError {
     #[error("the list is incomplete: {}", .0.join("; "))]
     IncompleteList(Vec<String>),
     /// The results of `enter` were printed, and not all volumes are entered.
+    ///
+    /// Remedy: do what the result of each says, and repeat the command.
     #[error("not entered: {}", .0.join(", "))]
     NotEntered(Vec<String>),
     /// `wait` gave up.

@@ -220,6 +220,8 @@ pub enum RbdError {
     #[error("image {0} lacks the feature layering, so its snapshots cannot be cloned")]
     NoLayering(String),
     /// The place of an encrypted image's data is unknown.
+    ///
+    /// Remedy: back up the whole volume: changed blocks are told of LUKS2 with one segment alone.
     #[error(
         "cannot tell the blocks of image {image}, which is encrypted: {why}, so it is unknown where the data of its device begins"
     )]
