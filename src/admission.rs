@@ -69,7 +69,7 @@ fn share_of(all: usize) -> usize {
 /// Remedy: nothing: the call is repeated; `uringctl volumes` shows what the others wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{waiting} volumes already wait for step {step}, as many as --max-waiting allows; nothing was started, retry later ({flag} sets how many are in that step at once)"
+    "{waiting} volumes already wait for step {step}, as many as --max-waiting allows, or those of one pool, server or cluster; nothing was started, retry later ({flag} sets how many are in that step at once)"
 )]
 pub struct Full {
     /// The name of the step.
@@ -466,15 +466,8 @@ impl Gates {
         }
     }
 
-    /// Refuses a volume that is to be attached, if the queue for a step after that is full.
-    pub fn refuse_full(&self, domain: &str) -> Result<(), Full> {
-        let later = [
-            &self.probe,
-            &self.mkfs,
-            &self.fsck,
-            &self.cryptsetup,
-            &self.mount,
-        ];
+    /// Refuses a volume that is to be attached, if the queue for one of its later steps is full.
+    pub fn refuse_full(&self, domain: &str, later: &[&Gate]) -> Result<(), Full> {
         (later.iter())
             .try_for_each(|gate| gate.refuse_behind(&gate.lock(), self.max_waiting, domain))
     }

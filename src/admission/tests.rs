@@ -56,18 +56,21 @@ fn a_domain_leaves_permits_to_others() {
 #[test]
 fn nothing_is_attached_behind_a_full_queue() {
     let gates = gates(&["--max-fsck=1", "--max-waiting=4"]);
+    let refuse_full = |domain| gates.refuse_full(domain, &[&gates.probe, &gates.fsck]);
     let held = admitted(gates.fsck.ask("one"));
     let waiting: Vec<_> = (0..2).map(|_| waits(gates.fsck.ask("one"))).collect();
-    gates.refuse_full("one").unwrap();
+    refuse_full("one").unwrap();
     let third = waits(gates.fsck.ask("one"));
-    let full = gates.refuse_full("one").unwrap_err();
+    let full = refuse_full("one").unwrap_err();
     assert_eq!((full.step, full.flag), ("fsck", "--max-fsck"));
-    gates.refuse_full("two").unwrap();
+    refuse_full("two").unwrap();
+    // One that is not checked, as a raw one, goes on.
+    gates.refuse_full("one", &[&gates.probe]).unwrap();
     // What is attached is not refused.
     let others = [waits(gates.fsck.ask("one")), waits(gates.fsck.ask("two"))];
-    gates.refuse_full("two").unwrap_err();
+    refuse_full("two").unwrap_err();
     drop((waiting, third, others, held));
-    gates.refuse_full("one").unwrap();
+    refuse_full("one").unwrap();
 }
 
 #[test]

@@ -162,6 +162,11 @@ impl Source {
         }
     }
 
+    /// Whether it, or its files, are encrypted.
+    pub fn is_encrypted(&self) -> bool {
+        matches!(self, Self::Rbd(image) if image.kms.is_some())
+    }
+
     /// The directory of its files, if they are encrypted.
     pub fn encrypted_directory(&self) -> Option<EncryptedDirectory> {
         matches!(self, Self::Rbd(image) if image.encrypts_files).then_some(ENCRYPTED_DIRECTORY)

@@ -13,7 +13,9 @@ use super::{
     spec::{Stage, Use},
 };
 use crate::{
+    admission::{Gate, Gates},
     device::{AttachOptions, Attachment, Device, Purpose, Source},
+    fs::FsType,
     mount::{path::SafePath, table},
 };
 
@@ -37,11 +39,12 @@ pub(super) async fn attach_source(
     before: Before,
 ) -> Result<Attachment, Cause> {
     let gates = &cx.node.config.gates;
+    let _admission = cx.admit(&gates.attach, &spec.source).await?;
     if before.device.is_none() {
-        let refused = gates.refuse_full(&spec.source.domain());
+        let later = later_gates(gates, spec, purpose);
+        let refused = gates.refuse_full(&spec.source.domain(), &later);
         refused.map_err(Cause::Overloaded)?;
     }
-    let _admission = cx.admit(&gates.attach, &spec.source).await?;
     let backends = &cx.node.backends;
     if let Some(bytes) = spec.inline.as_ref().and_then(|inline| inline.image_bytes) {
         let image = backends.inline_image(&spec.source);
@@ -62,6 +65,27 @@ pub(super) async fn attach_source(
     let (attached, done) = cx.step("attach", attach)?;
     already("attach", done);
     Ok(attached)
+}
+
+/// Those that the volume may wait at once it is attached.
+fn later_gates<'a>(gates: &'a Gates, spec: &Stage, purpose: Purpose) -> Vec<&'a Gate> {
+    let mut later = vec![&gates.probe];
+    if spec.source.is_encrypted() {
+        later.push(&gates.cryptsetup);
+    }
+    if purpose == Purpose::Format {
+        later.push(&gates.mkfs);
+    }
+    if let Use::Mount { fs, .. } = &spec.usage {
+        later.push(&gates.mount);
+        if !spec.read_only {
+            later.push(&gates.mkfs);
+            if fs.is_none_or(|fs| fs == FsType::Ext4) {
+                later.push(&gates.fsck);
+            }
+        }
+    }
+    later
 }
 
 /// The purpose for which a stage attaches the device.

@@ -40,7 +40,7 @@ use crate::{
     fs::FsType,
     hold_point, is_held,
     kernel::sysfs,
-    mount::{PathKind, bind},
+    mount::{PathKind, bind, path::PathError},
     ring,
 };
 
@@ -282,9 +282,18 @@ impl Node {
 /// The usage of the volume that is staged or published at the path. On the volume's lane.
 pub(super) fn usage(places: &Places, record: &Record, path: &Path) -> Result<Usage, Cause> {
     let path = &mount_at(record, path);
-    // Whatever keeps the path from being resolved, our mount is not there.
-    let place = places.target(path).map_err(|_| gone(path))?;
-    let mut opened = place.open().map_err(|_| gone(path))?;
+    // Our mount is not at a path that cannot be resolved, unless its server or disk fails.
+    let place = places.target(path).map_err(|error| match error {
+        Cause::Path {
+            source: PathError::Io { .. },
+            ..
+        } => error,
+        _ => gone(path),
+    })?;
+    let mut opened = place.open().map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => gone(path),
+        _ => Cause::io(format!("open {}", path.display()))(error),
+    })?;
     // While its device or server does not answer, this call must not keep a target busy.
     if !record.source.has_device() {
         opened = bind::detached(opened.as_fd()).map_err(Cause::io("clone the mount"))?;
