@@ -75,6 +75,16 @@ pub enum StartOutcome {
     Late,
 }
 
+/// How a daemon ended that was told to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EndOutcome {
+    /// By SIGTERM, and so after it had closed its image.
+    Asked,
+    Killed,
+    /// It has not ended in time.
+    RunsOn,
+}
+
 impl Daemon {
     /// Starts a process, from which `unseen` is hidden.
     pub fn start(
@@ -253,30 +263,34 @@ impl Daemon {
         std::future::pending().await
     }
 
-    /// Ends it, by SIGTERM first. Returns whether it has ended.
-    pub async fn end(&self) -> bool {
-        self.end_by(&[Signal::TERM, Signal::KILL]).await
+    /// Ends it, by SIGTERM first.
+    pub async fn end(&self) -> EndOutcome {
+        if self.end_by(Signal::TERM).await {
+            EndOutcome::Asked
+        } else if self.end_by(Signal::KILL).await {
+            EndOutcome::Killed
+        } else {
+            EndOutcome::RunsOn
+        }
     }
 
     /// Kills it, before it writes anything more. Returns whether it has ended.
     pub async fn kill(&self) -> bool {
-        self.end_by(&[Signal::KILL]).await
+        self.end_by(Signal::KILL).await
     }
 
-    async fn end_by(&self, signals: &[Signal]) -> bool {
-        for &signal in signals {
-            // It may have ended by itself.
-            let _ = pidfd_send_signal(self.pidfd.get_ref(), signal);
-            if timeout(END_WITHIN, self.ended()).await.is_ok() {
-                return true;
-            }
+    async fn end_by(&self, signal: Signal) -> bool {
+        // It may have ended by itself.
+        let _ = pidfd_send_signal(self.pidfd.get_ref(), signal);
+        let has_ended = timeout(END_WITHIN, self.ended()).await.is_ok();
+        if !has_ended {
             tracing::warn!(
                 pid = self.pid(),
                 ?signal,
                 "rbd-nbd does not end after the signal"
             );
         }
-        false
+        has_ended
     }
 
     /// Whether it ends by itself in a short time.

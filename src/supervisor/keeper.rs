@@ -10,7 +10,7 @@ use std::{
 
 use futures_util::FutureExt as _;
 use tokio::{
-    sync::{mpsc, oneshot},
+    sync::{Semaphore, mpsc, oneshot},
     time::{sleep, timeout},
 };
 
@@ -33,6 +33,9 @@ const AFTER_PANIC: Duration = Duration::from_secs(1);
 
 /// Threads that wait for a next call.
 const IDLE_LANES: usize = 2;
+/// How many volumes may have dead clients blocklisted at a time, each by a process with
+/// librados.
+const BLOCKLIST_ROUNDS: usize = 4;
 
 /// All volumes of the supervisor. Clones share them. Must be used on a runtime of tokio,
 /// on which the volumes' tasks run.
@@ -52,6 +55,7 @@ impl Keeper {
             program: program.to_owned(),
             records: SpecRecords::open(dir, boot_id)?,
             lanes: Lanes::new(IDLE_LANES),
+            blocklist_rounds: Arc::new(Semaphore::new(BLOCKLIST_ROUNDS)),
             volumes: Mutex::default(),
         }));
         for spec in keeper.0.records.all()? {

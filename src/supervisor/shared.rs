@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use super::{Spec, SupervisorError, records::SpecRecords};
 use crate::{Done, kernel::nbd::NbdDevice, lane::Lanes, secret::Secret};
@@ -17,6 +17,8 @@ pub struct Shared {
     pub(super) program: String,
     pub(super) records: SpecRecords,
     pub(super) lanes: Lanes,
+    /// Permits to blocklist a volume's dead clients.
+    pub(super) blocklist_rounds: Arc<Semaphore>,
     pub(super) volumes: Mutex<BTreeMap<String, Kept>>,
 }
 

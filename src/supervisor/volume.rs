@@ -42,12 +42,14 @@ use super::{
 };
 use crate::kernel::nbd::NbdDevice;
 
+mod dead_clients;
 mod open;
 mod registration;
 mod serving;
 mod start_args;
 mod verbs;
 
+use dead_clients::DeadClients;
 use open::{OpenGuard, lock_out_udevd_of, open_shared};
 use start_args::StartCandidates;
 
@@ -68,8 +70,7 @@ pub struct ServedVolume {
     /// The arguments and the key by which its daemons are started.
     candidates: StartCandidates,
     daemon: Option<Daemon>,
-    /// The Ceph clients of daemons that have died since one last began to serve.
-    dead_clients: Vec<i64>,
+    dead_clients: DeadClients,
     /// Since when this node has the volume, where the controller fences.
     lineage: Lineage,
     /// A daemon that another process started.
@@ -106,7 +107,7 @@ impl ServedVolume {
             status,
             candidates: StartCandidates::of_record(spec),
             daemon: None,
-            dead_clients: Vec::new(),
+            dead_clients: DeadClients::new(),
             lineage: Lineage::broken(),
             found: None,
             resized: 0,
@@ -122,9 +123,10 @@ impl ServedVolume {
     /// The volume as its next task has it after a panic: with its keys. It looks for the
     /// daemon, which runs on.
     pub fn after_panic(self) -> Self {
-        let candidates = self.candidates;
+        let (candidates, dead_clients) = (self.candidates, self.dead_clients);
         Self {
             candidates,
+            dead_clients,
             ..Self::new(&self.id, self.shared, self.status, None)
         }
     }
@@ -204,7 +206,7 @@ impl ServedVolume {
     async fn daemon_ended(&mut self) {
         if let Some(daemon) = self.daemon.take() {
             tracing::warn!(volume = self.id, pid = daemon.pid(), "rbd-nbd has ended");
-            self.dead_clients.extend(daemon.clients());
+            self.dead_clients.add(daemon.clients());
         }
         // Starting another may take a while.
         let device = self.device().ok().flatten();

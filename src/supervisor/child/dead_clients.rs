@@ -9,7 +9,8 @@
 //! refused from then on.
 //!
 //! **Whose client.** The daemon logged its client ids. The monitors give each id once, and the
-//! watcher's address has a nonce, so no other client is meant.
+//! watcher's address has a nonce, so no other client is meant; but monitors whose store was
+//! restored from a backup may give an id again, and then another watcher of the image is.
 
 use super::{ClusterAnswer, Spec, SupervisorError, Task, ask, watchers_among};
 use crate::{
@@ -26,10 +27,15 @@ pub fn blocklist(spec: &Spec, key: &Secret, clients: Vec<i64>) -> Result<bool, S
     let image = spec.image.to_string();
     let message = match ask(spec, key, Task::Blocklist(clients))? {
         ClusterAnswer::Done => return Ok(true),
-        ClusterAnswer::NotThere => return Ok(false),
+        // A missing image has no lock, either.
+        ClusterAnswer::NotThere | ClusterAnswer::Missing => return Ok(false),
+        ClusterAnswer::Denied => {
+            let user = spec.user.clone();
+            return Err(SupervisorError::Denied { image, user });
+        }
         ClusterAnswer::Silent(message) => return Err(SupervisorError::Silent { image, message }),
         ClusterAnswer::Failed(message) => message,
-        other => format!("{other:?}"),
+        other @ ClusterAnswer::Unpublished => format!("{other:?}"),
     };
     Err(SupervisorError::Failed { image, message })
 }

@@ -105,15 +105,15 @@ async fn a_daemon_that_floods_its_log_runs_on() {
     let (daemon, started) = started(flood, LONG).await;
     assert!(matches!(started, StartOutcome::Ready), "{started:?}");
     assert!(daemon.log.as_ref().unwrap().borrow().tail.len() <= KEPT);
-    assert!(daemon.end().await);
+    assert_eq!(daemon.end().await, EndOutcome::Asked);
 }
 
 #[tokio::test]
 async fn a_daemon_that_does_not_start_in_time_can_be_ended() {
     let (daemon, started) = started("exec sleep 60", Duration::from_millis(50)).await;
     assert!(matches!(started, StartOutcome::Late), "{started:?}");
-    assert!(daemon.end().await);
-    assert!(daemon.end().await);
+    assert_eq!(daemon.end().await, EndOutcome::Asked);
+    assert_eq!(daemon.end().await, EndOutcome::Asked);
 }
 
 #[tokio::test]
@@ -123,7 +123,7 @@ async fn a_daemon_that_has_just_begun_to_serve_does_not_miss_the_signal_to_end()
                  while [ $i -lt 30000 ]; do i=$((i + 1)); done; trap - TERM; exec sleep 60";
     let (daemon, started) = started(lines, LONG).await;
     assert!(matches!(started, StartOutcome::Ready), "{started:?}");
-    let ended = daemon.end_by(&[Signal::TERM]).await;
+    let ended = daemon.end_by(Signal::TERM).await;
     daemon.kill().await;
     assert!(ended);
 }
@@ -157,7 +157,7 @@ async fn a_daemon_started_by_others_is_found_by_its_cookie() {
         (daemon.pid().unsigned_abs(), &*server.image),
         (child.id(), "pool/image")
     );
-    assert!(daemon.end().await);
+    assert_eq!(daemon.end().await, EndOutcome::Asked);
     child.wait().unwrap_err();
     assert!(Daemon::find(&lanes, &cookie).await.unwrap().is_none());
 }

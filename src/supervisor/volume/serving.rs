@@ -16,7 +16,7 @@ use crate::{
     supervisor::{
         Spec, SupervisorError,
         child::dead_clients,
-        daemon::{Daemon, StartOutcome},
+        daemon::{Daemon, EndOutcome, StartOutcome},
         error::failed,
         spec::Verb,
     },
@@ -189,22 +189,16 @@ impl ServedVolume {
                 self.shorten_request_timeout(args).await;
                 // The attach has given the device the image's size.
                 (self.resized, self.is_behind) = (0, false);
-                self.dead_clients.clear();
+                self.dead_clients.forget();
                 self.worked(args.clone());
                 Ok(())
             }
-            StartOutcome::Ended(error) => {
-                self.dead_clients.extend(daemon.clients());
-                Err(error)
-            }
+            StartOutcome::Ended(error) => Err(error),
             StartOutcome::Late => {
                 let stuck = self.stuck(&daemon, "did not begin to serve in time");
-                if daemon.end().await {
-                    self.dead_clients.extend(daemon.clients());
-                } else {
-                    // It may still come to serve, so no other may start.
-                    self.daemon = Some(daemon);
-                }
+                // If it does not end, it may still come to serve, so no other may start.
+                self.daemon = Some(daemon);
+                drop(self.end().await);
                 Err(stuck)
             }
         }
@@ -212,15 +206,15 @@ impl ServedVolume {
 
     /// Blocklists the clients of dead daemons, while the next one starts. If that fails, the
     /// image's lock stays with them until the cluster notices that they are dead.
-    fn blocklist_dead_clients(&self, args: &StartArgs) {
-        if self.dead_clients.is_empty() {
+    fn blocklist_dead_clients(&mut self, args: &StartArgs) {
+        let all = &self.shared.blocklist_rounds;
+        let Some(round) = self.dead_clients.round(all, Instant::now()) else {
             return;
-        }
-        let (args, clients) = (args.clone(), self.dead_clients.clone());
-        let volume = self.id.clone();
+        };
+        let (args, volume) = (args.clone(), self.id.clone());
         // The lane logs the outcome; nothing waits for it.
         drop(self.shared.lanes.run(&self.id, "blocklist", move || {
-            match dead_clients::blocklist(&args.spec, &args.key, clients) {
+            match dead_clients::blocklist(&args.spec, &args.key, round.ids.clone()) {
                 Ok(true) => tracing::info!(
                     volume,
                     "blocklisted the client of the rbd-nbd that has ended, so that the next one gets the image's lock"
@@ -232,6 +226,7 @@ impl ServedVolume {
                     "cannot blocklist the client of the rbd-nbd that has ended: if it had the image's lock, I/O waits for 30 seconds"
                 ),
             }
+            drop(round);
         }));
     }
 
@@ -248,7 +243,7 @@ impl ServedVolume {
             if !daemon.kill().await {
                 return self.stuck(daemon, "does not end, not even when it is killed");
             }
-            self.dead_clients.extend(daemon.clients());
+            self.dead_clients.add(daemon.clients());
             self.daemon = None;
         }
         undone.err().unwrap_or(why)
@@ -353,7 +348,7 @@ impl ServedVolume {
         self.is_published(&args).await?;
         let mut beside = self.begin(&args, &Verb::Attach(&node), unseen)?;
         let started = beside.ready(&args.spec, START_WITHIN).await;
-        let ended = beside.end().await;
+        let ended = beside.end().await != EndOutcome::RunsOn;
         match started {
             StartOutcome::Ready if ended => {
                 self.is_behind = false;
@@ -375,11 +370,13 @@ impl ServedVolume {
 
     pub(super) async fn end(&mut self) -> Result<(), SupervisorError> {
         if let Some(daemon) = &self.daemon {
-            if !daemon.end().await {
-                return Err(self.stuck(daemon, "does not end, not even when it is killed"));
+            match daemon.end().await {
+                EndOutcome::Asked => {}
+                EndOutcome::Killed => self.dead_clients.add(daemon.clients()),
+                EndOutcome::RunsOn => {
+                    return Err(self.stuck(daemon, "does not end, not even when it is killed"));
+                }
             }
-            // It may have been killed.
-            self.dead_clients.extend(daemon.clients());
             self.daemon = None;
         }
         Ok(())

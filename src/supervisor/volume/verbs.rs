@@ -56,7 +56,7 @@ impl ServedVolume {
         // First, so that a daemon is never without a record.
         self.record(&spec)?;
         // Their ids are of the former device's cluster.
-        self.dead_clients.clear();
+        self.dead_clients.forget();
         self.candidates.forget_keys();
         self.candidates.receive(StartArgs { spec, key });
         let deadline = Instant::now() + CHOOSE_WITHIN;
