@@ -91,39 +91,50 @@ fn a_controller_exits_cleanly_whatever_its_connections_do() {
     });
 }
 
-/// The child of the process that keeps rbd-nbd, which registers its clients for fencing.
+/// The child of the process that keeps rbd-nbd, which registers its clients for fencing, and
+/// blocklists those of the dead.
 #[test]
-fn the_registration_child_exits_cleanly() {
+fn the_supervisors_child_exits_cleanly() {
     story(async |sandbox| {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
         };
+        let name = format!("ends-{}", uuid::Uuid::new_v4());
+        let image = format!("{}/{name}", ceph.pool);
+        ceph.cluster.rbd(&["create", "--size", "1M", &image]);
+        let key = serde_json::json!({"node_id": "n", "volume": uuid::Uuid::new_v4()});
         let lineage =
             serde_json::json!({"since": uuid::Uuid::new_v4(), "or": null, "is_new": true});
-        let fencing = serde_json::json!({"node_id": "n", "volume": uuid::Uuid::new_v4()});
-        let order = serde_json::json!({
-            "image": {"cluster_id": CEPH, "pool": ceph.pool, "name": "any"},
-            "monitors": ceph.cluster.monitors_v2,
-            "user": ceph.cluster.user,
-            "fencing": fencing,
-            "lineage": lineage,
-            "step": "Looks",
-        });
+        let register = serde_json::json!({"key": key, "lineage": lineage, "step": "Looks"});
+        let orders = [
+            (serde_json::json!({"Register": register}), "Unpublished"),
+            // Of nobody.
+            (serde_json::json!({"Blocklist": [-1]}), "NotThere"),
+        ];
         let _load = Load::new();
         for end in 0..ends() {
-            let mut child = Command::new(program("uring-csi-holder"))
-                .arg("enter")
-                .stdin(Stdio::piped())
-                .stdout(Stdio::piped())
-                .spawn()
-                .expect("a program of ours");
-            let mut input = child.stdin.take().expect("a pipe");
-            write!(input, "{order}\n{}", ceph.cluster.key).expect("a reader");
-            drop(input);
-            let ended = child.wait_with_output().expect("its output");
-            assert!(ended.status.success(), "end {end}: {}", ended.status);
-            let said = String::from_utf8_lossy(&ended.stdout);
-            assert_eq!(said, "\"Unpublished\"\n", "end {end}");
+            for (task, answer) in &orders {
+                let order = serde_json::json!({
+                    "image": {"cluster_id": CEPH, "pool": ceph.pool, "name": name},
+                    "monitors": ceph.cluster.monitors_v2,
+                    "user": ceph.cluster.user,
+                    "task": task,
+                });
+                let mut child = Command::new(program("uring-csi-holder"))
+                    .arg("ask-cluster")
+                    .stdin(Stdio::piped())
+                    .stdout(Stdio::piped())
+                    .spawn()
+                    .expect("a program of ours");
+                let mut input = child.stdin.take().expect("a pipe");
+                write!(input, "{order}\n{}", ceph.cluster.key).expect("a reader");
+                drop(input);
+                let ended = child.wait_with_output().expect("its output");
+                assert!(ended.status.success(), "end {end}: {}", ended.status);
+                let said = String::from_utf8_lossy(&ended.stdout);
+                assert_eq!(said, format!("\"{answer}\"\n"), "end {end}");
+            }
         }
+        ceph.cluster.rbd(&["rm", &image]);
     });
 }
