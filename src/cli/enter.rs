@@ -15,17 +15,20 @@ use super::{
     context::Context,
     error::CliError,
 };
-use crate::proto::{admin::EnterVolumeRequest, csi::GetPluginInfoRequest};
+use crate::{
+    ceph::csi_format::handle::CephVolumeHandle,
+    proto::{admin::EnterVolumeRequest, csi::GetPluginInfoRequest},
+};
 
 /// Enters mirrored Ceph volumes in the journal of the cluster that they are copied to
 #[derive(Args, Debug)]
 #[command(after_help = "\
 rbd-mirror copies a volume's image to another cluster, but not its entry in the journal,
 without which this driver does not find the image there. This command writes it, from the
-volume's PersistentVolume. FILE is what `kubectl get pv -o json` prints at either site, of one or of
-all; volumes of other drivers are passed over. Run it at the site to fail over to. It may be
-repeated, and changes no entry that is there. Volumes of which the cluster has no image are
-listed (exit code 1).
+volume's PersistentVolume. FILE is what `kubectl get pv -o json` prints at either site, of
+one or of all; volumes of other drivers, and those without a journal, are passed over. Run
+it at the site to fail over to. It may be repeated, and changes no entry that is there.
+Volumes of which the cluster has no image are listed (exit code 1).
 
 Example:
   kubectl get pv -o json | uringctl enter -")]
@@ -151,7 +154,8 @@ fn read(path: &Path) -> Result<Listed, CliError> {
     })
 }
 
-/// Those of the driver's volumes that a controller made.
+/// Those of the driver's volumes that a controller made in a Ceph cluster, and so entered in
+/// its journal: no static volume, nor one of Kubernetes' own RBD plugin.
 fn requests(listed: Listed, driver: &str) -> Vec<EnterVolumeRequest> {
     let all = match listed {
         Listed::Several { items } => items,
@@ -160,7 +164,10 @@ fn requests(listed: Listed, driver: &str) -> Vec<EnterVolumeRequest> {
     let request = |volume: PersistentVolume| {
         let csi = volume.spec.csi.filter(|csi| csi.driver == driver)?;
         let is_static = csi.volume_attributes.get("staticVolume");
-        if is_static.is_some_and(|text| text == "true") {
+        let is_in_cluster = csi.volume_attributes.contains_key("clusterID");
+        let parsed = csi.volume_handle.parse();
+        let is_migrated = matches!(parsed, Ok(CephVolumeHandle::Migrated(_)));
+        if is_static.is_some_and(|text| text == "true") || is_migrated || !is_in_cluster {
             return None;
         }
         Some(EnterVolumeRequest {
@@ -188,7 +195,7 @@ impl Answer for Entered {
             };
             [volume.name.clone(), volume.volume_id.clone(), what]
         });
-        let none = "no PersistentVolume is of this driver";
+        let none = "no PersistentVolume is of this driver and in a Ceph cluster's journal";
         table(["NAME", "VOLUME", "RESULT"], rows, none)
     }
 
@@ -208,19 +215,29 @@ mod tests {
 
     use super::*;
 
+    const MIGRATED: &str = "mig_mons-7982de6a23b77bce50b1ba9f2e879cce_image-e0b45b52-7e09-47d3-8f1b-806995fa4412_706f6f6c";
+
     #[test]
     fn only_volumes_that_the_driver_made_are_entered() {
         let volume = |name: &str, source: serde_json::Value| json!({"metadata": {"name": name, "uid": "x"}, "spec": source});
-        let csi = |driver: &str, context: serde_json::Value| {
-            json!({"csi": {"driver": driver, "volumeHandle": "0001-x", "volumeAttributes": context},
+        let with_handle = |handle: &str, driver: &str, context: serde_json::Value| {
+            json!({"csi": {"driver": driver, "volumeHandle": handle, "volumeAttributes": context},
                 "claimRef": {"namespace": "shop", "name": "data"}})
         };
-        let own = volume("pvc-1", csi("own", json!({"pool": "rbd"})));
+        let csi = |driver: &str, context| with_handle("0001-x", driver, context);
+        let ceph = json!({"clusterID": "ceph", "pool": "rbd"});
+        let own = volume("pvc-1", csi("own", ceph.clone()));
         let items = json!([
             own,
-            volume("pvc-2", csi("other", json!({}))),
-            volume("pvc-3", csi("own", json!({"staticVolume": "true"}))),
+            volume("pvc-2", csi("other", ceph.clone())),
+            volume(
+                "pvc-3",
+                csi("own", json!({"clusterID": "ceph", "staticVolume": "true"}))
+            ),
             volume("pvc-4", json!({"hostPath": {"path": "/"}})),
+            volume("pvc-5", csi("own", json!({"pool": "local"}))),
+            volume("pvc-6", csi("own", json!({"server": "nfs", "share": "/"}))),
+            volume("pvc-7", with_handle(MIGRATED, "own", ceph)),
         ]);
         let all = json!({"apiVersion": "v1", "kind": "List", "items": items});
         for listed in [own.clone(), all] {

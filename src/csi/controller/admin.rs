@@ -73,6 +73,10 @@ impl ControllerAdmin for ControllerAdminService {
         answered("EnterVolume", &id, caller, async {
             validate::id("volume_id", &request.volume_id)?;
             validate::required("name", &request.name)?;
+            // A volume without a claim has none.
+            if !request.owner.is_empty() {
+                validate::required("owner", &request.owner)?;
+            }
             validate::map("volume_context", &request.volume_context)?;
             validate::secrets(&request.secrets)?;
             let volume = VolumeToEnter {

@@ -27,11 +27,15 @@ use crate::{
             journal::{CreateState, JournalEntry, NameEntry},
         },
     },
+    error_chain,
     secret::Secrets,
 };
 
 impl RbdStore {
     /// Enters the volume in each configured cluster that has its image, and lacks the entry.
+    ///
+    /// One cluster is enough: the others may be those of a site that is lost. Of what else
+    /// there is to answer, a cluster that failed comes first, since it may have the image.
     pub(super) fn enter_volume(
         &self,
         volume: &VolumeToEnter,
@@ -49,7 +53,7 @@ impl RbdStore {
         let own = (handle.cluster_id().to_owned(), handle.pool_id());
         let mapped = self.mappings.of(handle.cluster_id(), handle.pool_id());
         let mapped = mapped.map_err(RbdError::from)?;
-        let (mut entered, mut refused) = (None, None);
+        let (mut entered, mut failed, mut refused) = (None, None, None);
         for (cluster_id, pool_id) in [own].into_iter().chain(mapped) {
             let Some(there) = Handle::new(&cluster_id, pool_id, handle.uuid()) else {
                 continue;
@@ -62,10 +66,15 @@ impl RbdStore {
                 Err(ProvisionError::Rbd(error)) if is_not_ours(&error) => {
                     refused.get_or_insert(error);
                 }
-                Err(error) => return Err(error),
+                Err(error) => {
+                    let (name, why) = (&volume.name, error_chain(&error));
+                    tracing::warn!(name, cluster_id, error = why, "cannot enter a volume there");
+                    failed.get_or_insert(error);
+                }
             }
         }
-        entered.ok_or_else(|| refused.map_or_else(no_volume, ProvisionError::from))
+        let refused = || refused.map_or_else(no_volume, ProvisionError::from);
+        entered.ok_or_else(|| failed.unwrap_or_else(refused))
     }
 
     /// Enters it in one cluster; none if that has no image of it.

@@ -202,6 +202,19 @@ async fn a_mirrored_volume_is_entered_by_its_persistent_volume() {
     there.remove("csi.volumes.default").unwrap();
     assert_eq!(enter(&volume).await.unwrap(), Done::Now);
     assert_eq!(moved.grow(2 * MIB).await.unwrap(), 2 * MIB);
+    // The volume's own cluster is lost, with its monitors.
+    for object in [&*entry, "csi.volumes.default"] {
+        there.remove(object).unwrap();
+    }
+    let lost = serde_json::json!([
+        {"clusterID": "ceph", "monitors": ["127.0.0.1:1"]},
+        {"clusterID": "other", "monitors": moved.home.cluster.monitors},
+    ]);
+    let file = moved.home.dir.path().join("config.json");
+    std::fs::write(&file, lost.to_string()).unwrap();
+    assert_eq!(enter(&volume).await.unwrap(), Done::Now);
+    assert_eq!(enter(&volume).await.unwrap(), Done::Already);
+    moved.home.configure(&["ceph", "other"]);
 
     let other = VolumeToEnter {
         name: "pvc-2".to_owned(),
@@ -212,6 +225,10 @@ async fn a_mirrored_volume_is_entered_by_its_persistent_volume() {
     moved.delete().await;
     let none = enter(&volume).await.unwrap_err();
     assert_eq!(none.kind(), ErrorKind::NotFound, "{none}");
+    // It may have the image.
+    std::fs::write(&file, lost.to_string()).unwrap();
+    let silent = enter(&volume).await.unwrap_err();
+    assert_eq!(silent.kind(), ErrorKind::Transient, "{silent}");
 }
 
 #[tokio::test]
