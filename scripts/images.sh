@@ -71,8 +71,11 @@ build_quickly() {
   done
   stage=$(tac "deploy/Containerfile.$image" | sed '/^FROM /q' | tac)
   buildah build --platform "linux/$native" --pull-never --layers --quiet \
+    --build-arg "VERSION=$version" --build-arg "REVISION=$revision" \
+    --build-arg "CREATED=$created" \
     --tag "$(name_of "$image" "$tag")" --file - "$context" \
     <<<"${stage/--from=build \/out\//.}" >/dev/null
+  check_labels "$(name_of "$image" "$tag")"
 }
 
 # The image says what it is made of, and of which commit.

@@ -33,11 +33,13 @@ start_node() {
 
 show_logs() {
   local name
-  for name in node controller ceph holder nbd; do podman logs "$name" 2>&1 | tail -n 20; done
+  for name in node controller ceph holder nbd; do
+    ! podman container exists "$name" || podman logs "$name" 2>&1 | tail -n 20 || true
+  done
 }
 # `sleep` takes no SIGTERM as a container's first process.
 trap '(($? == 0)) || show_logs
-  podman rm --force --time=0 client >/dev/null
+  podman rm --force --ignore --time=0 client >/dev/null || true
   podman rm --force --time=10 --all >/dev/null' EXIT
 
 # What the manifests have of type Directory.
