@@ -59,8 +59,13 @@ pub enum RingError {
          or run the container privileged"
     )]
     Refused(#[source] io::Error),
-    /// The kernel lacks io_uring.
-    #[error("this kernel has no io_uring; it needs Linux 5.14 or later with CONFIG_IO_URING")]
+    /// The kernel lacks io_uring; podman's profile denies by the same error, which before Linux 6.6
+    /// no sysctl tells apart.
+    #[error(
+        "this kernel has no io_uring, or a container's seccomp profile hides it; it needs Linux \
+         5.14 or later with CONFIG_IO_URING, and in a container a profile that allows io_uring, or \
+         to run it privileged"
+    )]
     Missing(#[source] io::Error),
     /// Any other failure, such as no memory or no descriptors.
     ///
@@ -343,6 +348,7 @@ mod tests {
         let enosys = || io::Error::from_raw_os_error(libc::ENOSYS);
         let missing = RingError::classify(enosys(), None);
         assert!(matches!(missing, RingError::Missing(_)));
+        assert!(missing.to_string().contains("seccomp"), "{missing}");
         let denied = RingError::classify(enosys(), Some("0\n"));
         assert!(matches!(denied, RingError::Refused(_)));
     }

@@ -373,6 +373,7 @@ impl CliError {
             error: error_chain(self),
             exit_code: self.exit_code(),
             code,
+            remedy: self.remedy(),
         };
         serde_json::to_string(&error).unwrap_or_default()
     }
@@ -386,6 +387,9 @@ struct ErrorAnswer {
     /// The gRPC code of an agent's answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     code: Option<&'static str>,
+    /// What to do, where the error does not say it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    remedy: Option<String>,
 }
 
 /// Whether a connection was lost, and not refused: the call may have begun.
@@ -542,6 +546,14 @@ mod tests {
         assert_eq!(json["error"], "cannot stage data: no volume \"x\"");
         assert_eq!(json["exit_code"], 3);
         assert_eq!(json["code"], "NOT_FOUND");
+        assert!(!text.contains("\"remedy\""), "{text}");
+        let text = refused(Code::Aborted, "volume x: /dev/loop3 is busy").to_json();
+        let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let remedy = json["remedy"].as_str();
+        assert!(
+            remedy.is_some_and(|remedy| remedy.contains("lsof")),
+            "{text}"
+        );
         let text = CliError::Declined.to_json();
         assert!(!text.contains("\"code\""), "{text}");
     }
