@@ -364,11 +364,6 @@ share{{ if . }}-{{ . }}{{ end }}
 {{- end }}
 {{- end }}
 
-{{- define "uring-csi.liveness" -}}
-path: /healthz
-port: {{ . }}
-{{- end }}
-
 {{- /* A class's parameters, and the secrets that it does not name itself. */ -}}
 {{- define "uring-csi.parameters" -}}
 {{- $parameters := deepCopy .parameters }}

@@ -2,11 +2,16 @@
 {{- define "uring-csi.validate" -}}
 {{- $scopes := list }}
 {{- $names := list }}
+{{- $paths := list }}
 {{- range .Values.pools }}
 {{- if has .name $names }}
 {{- fail (printf "pools: two have the name %s" .name) }}
 {{- end }}
 {{- $names = append $names .name }}
+{{- if has (clean .path) $paths }}
+{{- fail (printf "pools: two have the path %s" .path) }}
+{{- end }}
+{{- $paths = append $paths (clean .path) }}
 {{- $scopes = append $scopes .scope }}
 {{- if and .mounted (eq (dir .path) "/") }}
 {{- fail (printf "pool %s: with `mounted` the pods mount the directory above the pool's, which must not be /" .name) }}
@@ -64,6 +69,16 @@
 {{- end }}
 {{- if and .Values.snapshots.groupClasses (not .Values.snapshots.enabled) }}
 {{- fail "snapshots.groupClasses without snapshots.enabled" }}
+{{- end }}
+{{- if and .Values.controller.networkPolicy.enabled $local }}
+{{- fail "controller.networkPolicy.enabled: the controllers of local pools are in the nodes' pods, whose host network no policy restricts" }}
+{{- end }}
+{{- $ports := dict }}
+{{- range $name, $port := .Values.ports }}
+{{- if hasKey $ports (toString $port) }}
+{{- fail (printf "ports: %s and %s are both %v" (get $ports (toString $port)) $name $port) }}
+{{- end }}
+{{- $_ := set $ports (toString $port) $name }}
 {{- end }}
 {{- include "uring-csi.validateClasses" . }}
 {{- end }}

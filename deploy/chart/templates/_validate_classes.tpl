@@ -1,7 +1,12 @@
 {{- /* Refuses classes that no backend of this release serves, as the controller would refuse
 each volume of theirs (src/provision/stores.rs has the rules). */ -}}
 {{- define "uring-csi.validateClasses" -}}
+{{- $names := list }}
 {{- range .Values.storageClasses }}
+{{- if has .name $names }}
+{{- fail (printf "storageClasses: two have the name %s" .name) }}
+{{- end }}
+{{- $names = append $names .name }}
 {{- $where := printf "storageClasses: class %s" .name }}
 {{- $parameters := .parameters | default dict }}
 {{- /* Those of NFS may be in any case. */ -}}
