@@ -31,7 +31,8 @@ it at the site to fail over to. It may be repeated, and changes no entry that is
 Volumes of which the cluster has no image are listed (exit code 1).
 
 Example:
-  kubectl get pv -o json | uringctl enter -")]
+  kubectl get pv -o json >volumes.json
+  uringctl enter volumes.json")]
 pub struct Enter {
     /// PersistentVolumes as JSON; - is the standard input
     #[arg(value_name = "FILE")]
