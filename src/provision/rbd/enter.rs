@@ -84,10 +84,8 @@ impl RbdStore {
         there: &Handle,
         secrets: &Secrets,
     ) -> Result<Option<Done>, ProvisionError> {
-        let link = self.link(there.cluster_id(), secrets)?;
-        let pool = match link.pool(there.pool_id()) {
-            Err(error) if error.is_not_found() => return Ok(None),
-            pool => pool?,
+        let Some((link, pool)) = self.linked_pool(there, secrets)? else {
+            return Ok(None);
         };
         match image_of(&pool, there).map_err(RbdError::from)? {
             Some(image) => self.enter_image(volume, &link, (&pool, &image, there.uuid())),

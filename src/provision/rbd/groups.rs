@@ -293,11 +293,8 @@ impl RbdStore {
         let Ok(handle) = handle.parse::<Handle>() else {
             return Ok(None);
         };
-        let link = self.link(handle.cluster_id(), secrets)?;
-        let pool = match link.pool(handle.pool_id()) {
-            // The pool was deleted, with its entries.
-            Err(error) if error.is_not_found() => return Ok(None),
-            pool => pool?,
+        let Some((link, pool)) = self.linked_pool(&handle, secrets)? else {
+            return Ok(None);
         };
         let place = self.group_place(link, pool, secrets);
         let entry = self.groups.read_group(&place.pool, handle.uuid());

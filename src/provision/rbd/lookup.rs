@@ -156,10 +156,8 @@ impl RbdStore {
         handle: &Handle,
         secrets: &Secrets,
     ) -> Result<Option<(IoCtx, String)>, RbdError> {
-        let link = self.link(handle.cluster_id(), secrets)?;
-        let pool = match link.pool(handle.pool_id()) {
-            Err(error) if error.is_not_found() => return Ok(None),
-            pool => pool?,
+        let Some((_, pool)) = self.linked_pool(handle, secrets)? else {
+            return Ok(None);
         };
         Ok(image_of(&pool, handle)?.map(|name| (pool, name)))
     }
@@ -268,11 +266,8 @@ impl RbdStore {
         handle: &Handle,
         secrets: &Secrets,
     ) -> Result<Option<FoundImage>, RbdError> {
-        let link = self.link(handle.cluster_id(), secrets)?;
-        let pool = match link.pool(handle.pool_id()) {
-            // The pool was deleted, with its images.
-            Err(error) if error.is_not_found() => return Ok(None),
-            pool => pool?,
+        let Some((link, pool)) = self.linked_pool(handle, secrets)? else {
+            return Ok(None);
         };
         self.use_pool(&link, &pool);
         let Some(mut entry) = of.read(&pool, handle.uuid())? else {

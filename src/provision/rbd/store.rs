@@ -10,7 +10,7 @@ use super::{
 use crate::{
     ceph::{
         client::{Credentials, or_missing, rados::IoCtx, rbd},
-        csi_format::handle::MAX_CLUSTER_ID,
+        csi_format::handle::{Handle, MAX_CLUSTER_ID},
     },
     lane,
     secret::Secrets,
@@ -30,6 +30,20 @@ impl RbdStore {
             Credentials::from_secrets(secrets)?
         };
         self.link_as(cluster_id, credentials)
+    }
+
+    /// The connection to the cluster of a handle, and its pool; none if the pool was deleted, with
+    /// its images and entries.
+    pub(super) fn linked_pool(
+        &self,
+        handle: &Handle,
+        secrets: &Secrets,
+    ) -> Result<Option<(ClusterConnection, IoCtx)>, RbdError> {
+        let link = self.link(handle.cluster_id(), secrets)?;
+        match link.pool(handle.pool_id()) {
+            Err(error) if error.is_not_found() => Ok(None),
+            pool => pool.map(|pool| Some((link, pool))),
+        }
     }
 
     fn link_as(
