@@ -82,11 +82,13 @@ export ONLY QUICK BACKEND HOST_KERNEL TEST_KERNEL
 # ONLY=faults and so on, as above; KERNELS="sid trixie": the kernels of these Debian
 # suites; SUITES="sid": the Ceph of these; SUITES="": only this machine's.
 test-matrix: setup ## Test on several kernels and releases of Ceph: takes hours
+	@scripts/setup.sh roots
 	@tests/kernel/matrix.sh
 
 # SUITE=bookworm or trixie: only this one; ONLY=demo: only the demos, ONLY=unit or another
 # target: this instead of `test`.
 fresh: ## Run the commands of docs/start.md on a minimal Debian
+	@scripts/setup.sh roots
 	@scripts/fresh.sh $(SUITE)
 
 lint: build ## Formatting, clippy in every feature set, manifests, dependencies

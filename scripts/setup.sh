@@ -6,7 +6,8 @@
 #   build  a compiler and what the programs link
 #   demo   build, and what the demo of BACKEND (loop, nbd, rbd, nfs or manager) runs
 #   run    demo, and the tools of all file systems
-#   containers build, and what builds and runs images, as the manifests do
+#   roots  build, and what makes root file systems of other Debian suites
+#   containers roots, and what builds and runs images, as the manifests do
 #   images containers, and what lists the contents of images and of the Debian package
 #   lint   test, and rustfmt, clippy, what builds and validates the manifests, Prometheus
 #   test   all of these packages; the default
@@ -28,7 +29,8 @@ set -euo pipefail
   kernel=(busybox-static patchelf udev)
   run=(e2fsprogs btrfs-progs)
   # arch-test and qemu-user-static are for images of another architecture.
-  containers=(buildah podman crun mmdebstrap python3-venv arch-test qemu-user-static)
+  containers=(buildah podman crun python3-venv arch-test qemu-user-static)
+  roots=(mmdebstrap)
   # strace is for the benches, python3-venv for the manifests, OpenBao and PyKMIP.
   test=(fdisk fscrypt openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace)
 }
@@ -63,7 +65,8 @@ packages() {
   local groups=(build) group
   case $part in
     build) ;;
-    containers | images) groups+=(containers) ;;
+    roots) groups+=(roots) ;;
+    containers | images) groups+=(roots containers) ;;
     demo) groups+=(demo) ;;
     run) groups+=(demo run) ;;
     *) groups+=(demo nbd nfs rbd kernel run test) ;;
