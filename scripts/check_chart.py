@@ -53,6 +53,7 @@ NBD_CLASS = {"pool": "default", "backend": "nbd", "nbdServer": "10.20.0.1"}
 # An additional container, volume and mount of it.
 MORE_CONTAINERS = {
     "image": "registry.example.com/more:1",
+    "resources": {"requests": {"cpu": "1m", "memory": "1Mi"}},
     "securityContext": {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,

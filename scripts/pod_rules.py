@@ -278,6 +278,15 @@ def check_sockets(where, spec):
                 problem(f"{where}/{container['name']}", f"uringctl does not find {program}")
 
 
+def check_resources(name, container, ends):
+    """So that the scheduler counts it. One that ends may fail without harm, so it has a limit, too;
+    the manifests say why others have none."""
+    resources = container.get("resources", {})
+    for field, needed in (("requests", {"cpu", "memory"}), ("limits", {"memory"} if ends else set())):
+        if missing := needed - resources.get(field, {}).keys():
+            problem(name, f"has no {field} of {', '.join(sorted(missing))}")
+
+
 def check_pod(where, template):
     spec = template["spec"]
     check_propagation(where, spec)
@@ -305,6 +314,7 @@ def check_pod(where, template):
             check_modprobe(name, container["command"], spec["volumes"])
         if container["name"] == "node-labels":
             check_label_reader(name, container["command"])
+        check_resources(name, container, container in spec.get("initContainers", []))
         check_needs(name, program, spec, container)
         check_privileges(name, program, spec, container)
         known = flags_of(program)

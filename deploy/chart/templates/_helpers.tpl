@@ -98,6 +98,8 @@ modules. */ -}}
       add: [SYS_MODULE]
     seccompProfile:
       type: RuntimeDefault
+  resources:
+    {{- toYaml .root.Values.sidecars.smallResources | nindent 4 }}
   volumeMounts:
     - name: modules
       mountPath: /lib/modules
