@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes what docs/ takes from the code, between the comments that name this program: the
 tables of flags, metrics, codes, error messages and values of the chart, and uringctl's help.
-It also writes the descriptions of flags in the schema of the chart's values.
+It also writes the descriptions in the schema of the chart's values.
 With --check it writes nothing, and fails where a text is old.
 
 It also checks that each error has a cause and a remedy, and what docs/reference has written by
@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 import chart_values
+from chart_values import SCHEMA
 from manifests import problem, report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +29,6 @@ REFERENCE = ROOT / "docs/reference"
 BIN_DIR = Path(os.environ.get("BIN_DIR", ROOT / "target" / "debug"))
 STRING = r"\"((?:[^\"\\]|\\[\s\S])*)\""
 CHART = ROOT / "deploy/chart"
-SCHEMA = CHART / "values.schema.json"
 # The parts of the chart with the flags of a program.
 PROGRAMS = ("node", "controller", "holder")
 # Flags without a value in the chart: paths that are where the chart mounts them, and a file of
@@ -317,14 +317,17 @@ def replace(document, name, text, check):
         problem(f"docs/{document}", f"{name} is old: run scripts/reference.py")
 
 
-def describe_flags(meanings, check):
-    """Puts the meanings of flags into the chart's schema."""
+def describe_values(meanings, check):
+    """Puts the meanings of values and flags into the chart's schema."""
     old = SCHEMA.read_text()
     new = chart_values.with_descriptions(old, meanings)
     if not check:
         SCHEMA.write_text(new)
     elif new != old:
         problem(SCHEMA.relative_to(ROOT), "descriptions are old: run scripts/reference.py")
+    for path, names in chart_values.missing():
+        for name in names:
+            problem(path.relative_to(ROOT), f"{name} has no description")
 
 
 def main():
@@ -334,7 +337,7 @@ def main():
         rows = flags(f"uring-csi-{program}")
         meanings[program] = {re.match(r"`--([a-z-]+)", row[0])[1]: row[1] for row in rows}
         replace("reference/flags.md", program, table(["flag", "meaning", "default", "variable"], rows), check)
-    describe_flags(meanings, check)
+    describe_values(meanings, check)
     replace("reference/uringctl.md", "commands", uringctl(), check)
     replace("reference/metrics.md", "metrics", metrics(), check)
     replace("reference/errors.md", "codes", codes(), check)
