@@ -26,6 +26,7 @@ RELEASE = {"name": "uring-csi", "namespace": "uring-csi"}
 # The overlay and its components that each example equals.
 EXAMPLES = {
     "ceph": ("examples/ceph-overlay", []),
+    "classes": ("examples/classes-overlay", []),
     "csi-addons": ("ceph", ["network-policy", "csi-addons"]),
     "inline": ("local-pools", ["inline", "snapshots", "pod-monitor"]),
     "local-pools": ("examples/overlay", []),

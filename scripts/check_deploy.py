@@ -61,6 +61,7 @@ OVERLAYS = [
     ("examples/nfs-overlay", []),
     ("examples/ceph-overlay", []),
     ("examples/ceph-overlay", ["rbd-nbd"]),
+    ("examples/classes-overlay", []),
     ("examples/vault-overlay", []),
     ("examples/takeover-overlay", []),
     ("examples/takeover-overlay", ["vault"]),
