@@ -278,7 +278,8 @@ impl Machine {
             ("1", Err(error)) if refused(&error) => Check::bad(
                 name,
                 format!("io_uring_setup: {error}, with kernel.io_uring_disabled 1"),
-                "run it as root, with CAP_SYS_ADMIN, or sysctl kernel.io_uring_disabled=0",
+                "run it as root, with CAP_SYS_ADMIN, or sysctl kernel.io_uring_disabled=0; in a \
+                 container first allow io_uring in its seccomp profile",
             ),
             // With its sysctl the kernel has io_uring, and podman's profile denies by ENOSYS.
             (value, Err(error)) if refused(&error) || missing(&error) && !value.is_empty() => {

@@ -42,10 +42,47 @@ fn io_uring_is_bad_only_if_root_may_not_use_it() {
         let files: Vec<_> = value.map(|value| (sysctl, value)).into_iter().collect();
         let (_dir, machine) = machine(&files);
         assert_eq!(machine.io_uring(Ok(())).state, state, "{value:?}");
-        // A seccomp filter.
-        let refused = io::Error::from_raw_os_error(libc::EPERM);
-        let refused = machine.io_uring(Err(refused));
-        assert_eq!(refused.state, CheckState::Bad, "{value:?}");
+    }
+}
+
+#[test]
+fn each_refusal_of_io_uring_has_its_remedy() {
+    let sysctl = "proc/sys/kernel/io_uring_disabled";
+    for (value, errno, remedies) in [
+        // Docker's profile answers EPERM, podman's ENOSYS, as a kernel without io_uring does.
+        (None, libc::EPERM, &["seccomp profile"][..]),
+        (None, libc::ENOSYS, &["CONFIG_IO_URING", "seccomp profile"]),
+        (Some("0\n"), libc::EPERM, &["seccomp profile"]),
+        (Some("0\n"), libc::ENOSYS, &["seccomp profile"]),
+        (Some("1\n"), libc::ENOSYS, &["seccomp profile"]),
+        (
+            Some("1\n"),
+            libc::EPERM,
+            &[
+                "CAP_SYS_ADMIN",
+                "kernel.io_uring_disabled=0",
+                "seccomp profile",
+            ],
+        ),
+        (Some("2\n"), libc::EPERM, &["kernel.io_uring_disabled=0"]),
+        (Some("0\n"), libc::EMFILE, &["descriptors"]),
+    ] {
+        let files: Vec<_> = value.map(|value| (sysctl, value)).into_iter().collect();
+        let (_dir, machine) = machine(&files);
+        let check = machine.io_uring(Err(io::Error::from_raw_os_error(errno)));
+        assert_eq!(check.state, CheckState::Bad, "{check:?}");
+        let every = [
+            "CAP_SYS_ADMIN",
+            "CONFIG_IO_URING",
+            "descriptors",
+            "kernel.io_uring_disabled=0",
+            "seccomp profile",
+        ];
+        let said: Vec<_> = every
+            .into_iter()
+            .filter(|remedy| check.advice.contains(remedy))
+            .collect();
+        assert_eq!(said, remedies, "{value:?}: {check:?}");
     }
 }
 
