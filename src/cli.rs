@@ -174,6 +174,7 @@ asks the agents at the default sockets, or those of the environment, for a secon
 
 Examples:
   uringctl completions bash > /etc/bash_completion.d/uringctl
+  uringctl completions zsh > /usr/local/share/zsh/site-functions/_uringctl
   uringctl completions fish > ~/.config/fish/completions/uringctl.fish")]
 struct Completions {
     shell: complete::Shell,

@@ -12,6 +12,7 @@
 mod addons;
 mod bench_command;
 mod block;
+mod completion;
 mod controller_rules;
 mod copies;
 mod crashes;
