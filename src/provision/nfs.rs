@@ -848,15 +848,24 @@ impl Provisioner for NfsStore {
         self.existing(handle).map(|_| None)
     }
 
+    /// The free space of the class' share, or of all shares.
     fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, ProvisionError> {
         if let Some(why) = unsupported(&room.uses) {
             return Err(ProvisionError::UnsupportedUse(why));
         }
-        let share = class::share(&room.parameters)?;
-        let room = self.export(&share)?.room();
-        let room = room.map_err(failed("read the free space of", &share))?;
+        let available = |export: &NfsExport| {
+            let room = export.room();
+            let room = room.map_err(failed("read the free space of", &export.share))?;
+            Ok::<_, ProvisionError>(room.f_bavail * room.f_frsize)
+        };
+        let available = if room.parameters.is_empty() {
+            let each = self.exports.iter().map(available);
+            each.sum::<Result<_, _>>()?
+        } else {
+            available(self.export(&class::share(&room.parameters)?)?)?
+        };
         Ok(Capacity {
-            available: room.f_bavail * room.f_frsize,
+            available,
             ..Capacity::default()
         })
     }
