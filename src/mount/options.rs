@@ -167,10 +167,16 @@ impl MountOptions {
         self.protection().next().is_some()
     }
 
-    /// What these options set that no author of a pod may, whose inline volume has this file
-    /// system: `suid`, `dev`, an SELinux label, and of a remote one all that is not on its
-    /// list for pods.
-    pub fn not_for_pods(&self, fs: Option<&str>) -> Option<String> {
+    /// These options for an inline volume of this file system, or the first of them that no
+    /// author of a pod may set: `suid`, `dev`, an SELinux label, and of a remote one all that is
+    /// not on its list for pods.
+    pub fn for_pods(mut self, fs: Option<&str>) -> Result<Self, String> {
+        (self.superblock).retain(|option| !allowed::is_left_out_for_pods(fs, option));
+        let refused = self.not_for_pods(fs);
+        refused.map_or(Ok(self), Err)
+    }
+
+    fn not_for_pods(&self, fs: Option<&str>) -> Option<String> {
         let mut words = self.protection().map(|it| it.word);
         let word = words.find(|word| ["suid", "dev"].contains(word));
         let mut options = self.fs_options();

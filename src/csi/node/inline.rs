@@ -46,20 +46,21 @@ pub(super) fn refuse_unlisted(attributes: &HashMap<String, String>) -> Result<()
     })
 }
 
-/// Refuses mount options that no author of a pod may set.
-fn refuse_unprotected(usage: &Use, context: &HashMap<String, String>) -> Result<(), Status> {
+/// Refuses mount options that no author of a pod may set, and leaves out those without effect.
+fn protect(usage: &mut Use, context: &HashMap<String, String>) -> Result<(), Status> {
     let Use::Mount { options, .. } = usage else {
         return Ok(());
     };
     let remote = Source::remote_file_system(context);
-    options.not_for_pods(remote).map_or(Ok(()), |option| {
+    *options = std::mem::take(options).for_pods(remote).map_err(|option| {
         let field = match remote {
             Some(_) => "volume_context.mountOptions",
             None => "volume_capability.mount.mount_flags",
         };
         let why = format!("a pod's inline volume may not set {option} (docs/security.md)");
-        Err(validate::invalid(field, why))
-    })
+        validate::invalid(field, why)
+    })?;
+    Ok(())
 }
 
 /// What an inline volume shall be, by the pod alone.
@@ -71,12 +72,13 @@ pub(super) enum InlineSource {
 }
 
 impl InlineSource {
-    /// `largest` is the size that the node allows for images, if it allows any.
+    /// `largest` is the size that the node allows for images, if it allows any. `usage` is
+    /// left with the mount options that a pod may have.
     pub(super) fn parse(
         volume_id: &str,
         access: &AccessType,
         context: &HashMap<String, String>,
-        usage: &Use,
+        usage: &mut Use,
         largest: Option<u64>,
     ) -> Result<Self, Status> {
         if *access == AccessType::Block {
@@ -85,7 +87,7 @@ impl InlineSource {
                 "an inline ephemeral volume is a file system, not a block device",
             ));
         }
-        refuse_unprotected(usage, context)?;
+        protect(usage, context)?;
         if Source::has_device_by(context) {
             let bytes = image_bytes(context.get("size"), usage, largest)?;
             let pool = context.get("pool").cloned();
@@ -107,14 +109,14 @@ impl NodeService {
         &self,
         request: &NodePublishVolumeRequest,
         capability: &Capability,
-        parsed: Parsed,
+        mut parsed: Parsed,
     ) -> Result<Inline, Status> {
         let id = request.volume_id.clone();
         let wanted = InlineSource::parse(
             &id,
             &capability.access,
             &request.volume_context,
-            &parsed.usage,
+            &mut parsed.usage,
             self.config.inline_max_bytes,
         )?;
         let (source, staging_path, image_bytes) = match wanted {

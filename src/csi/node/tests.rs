@@ -374,10 +374,10 @@ proptest! {
             let capability = validate::capability("volume_capability", Some(&wire))?;
             refuse_unsafe(&capability, &pairs)?;
             inline::refuse_unlisted(&pairs)?;
-            let parsed = Parsed::new(&capability, &pairs, true)
+            let mut parsed = Parsed::new(&capability, &pairs, true)
                 .map_err(|error| Status::from(&error))?;
-            let access = &capability.access;
-            let wanted = InlineSource::parse("csi-x", access, &pairs, &parsed.usage, largest)?;
+            let (access, usage) = (&capability.access, &mut parsed.usage);
+            let wanted = InlineSource::parse("csi-x", access, &pairs, usage, largest)?;
             Ok((parsed, wanted))
         });
         let (parsed, wanted) = match read {

@@ -269,6 +269,14 @@ pub(super) fn is_for_pods(fs: Option<&str>, option: &FsOption) -> bool {
     }
 }
 
+/// Whether the option is left out where an author of a pod sets it for an inline volume. An
+/// example of csi-driver-nfs has `sec=sys`, which no export needs: without it the client and the
+/// server agree on what the export requires. With it they would agree on less, where the export
+/// allows that.
+pub(super) fn is_left_out_for_pods(fs: Option<&str>, option: &FsOption) -> bool {
+    fs == Some("nfs") && option.key == "sec" && option.value.as_deref() == Some("sys")
+}
+
 /// The file systems on a block device.
 const ON_DEVICES: [(&str, &[&str]); 3] = [("ext4", EXT4), ("xfs", XFS), ("btrfs", BTRFS)];
 

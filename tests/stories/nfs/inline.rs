@@ -28,7 +28,7 @@ fn inline(pod: &str) -> Volume {
         .with("csi.storage.k8s.io/pod.uid", "uid")
         .with("server", "127.0.0.1")
         .with("share", SHARE)
-        .with("mountOptions", "nfsvers=4.1")
+        .with("mountOptions", "nfsvers=4.1,sec=sys")
 }
 
 async fn up(node: &Node, volume: &Volume) -> PathBuf {
