@@ -26,7 +26,7 @@ BLOCKING = re.compile(r"(?<!rustix::)\bfs::[a-z_]+\(|\bFile::(?:open|create|opti
 RUNTIME = {"admission", "csi", "endpoint", "manager", "observe", "ring", "volume"}
 # Files of the agent's own, on a tmpfs or used on lanes, and what is read at its start.
 OWN_FILES = {"csi/run_dir.rs", "endpoint.rs", "ring.rs", "volume/record.rs"}
-OWN_FILES |= {"manager/directory.rs", "manager/records.rs"}
+OWN_FILES |= {"manager/directory.rs", "manager/maps.rs", "manager/records.rs"}
 
 TYPE = re.compile(r"^ *(?:pub(?:\([^)]*\))? )?(?:struct|enum|trait) (\w+)", re.MULTILINE)
 # The commands of uringctl have the names of the calls that they make, C's structures those

@@ -22,6 +22,8 @@ mod dry_run;
 #[cfg(feature = "node")]
 mod list;
 #[cfg(feature = "node")]
+mod maps;
+#[cfg(feature = "node")]
 mod plan;
 #[cfg(feature = "node")]
 mod populate;

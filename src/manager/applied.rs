@@ -16,8 +16,8 @@ pub struct Applied {
     /// The size that it was grown to.
     #[serde(default)]
     pub grown_to: Option<Size>,
-    /// Whether the mount at its path has the options, and a raw volume its lock; else it may
-    /// have others, or none.
+    /// Whether the mount at its path has the options, and a raw volume its lock and its map; else
+    /// it may have others, or none.
     #[serde(default)]
     pub has_options: bool,
     /// Where a change of the mounted file system has begun and did not end: the options that

@@ -9,7 +9,11 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::applied::Applied;
+use super::{
+    applied::Applied,
+    desired::{Desired, DesiredAccess},
+    maps::DeviceMaps,
+};
 use crate::{
     digest,
     file::{self, FileDurability},
@@ -20,6 +24,7 @@ use crate::{
 pub struct AppliedRecords {
     dir: PathBuf,
     boot_id: String,
+    maps: DeviceMaps,
 }
 
 /// Holds the id of the boot in which the volumes were parked.
@@ -37,11 +42,13 @@ impl AppliedRecords {
     pub fn open(run_dir: &Path, boot_id: String) -> io::Result<Self> {
         let dir = run_dir.join("managed");
         fs::create_dir_all(&dir)?;
-        Ok(Self { dir, boot_id })
+        let maps = DeviceMaps::new(run_dir);
+        Ok(Self { dir, boot_id, maps })
     }
 
-    /// Every record of this boot, by handle; removes those of earlier ones. Files that cannot
-    /// be read are named in the log and left alone: then their volumes are, too.
+    /// Every record of this boot, by handle; removes those of earlier ones, and maps without a
+    /// record. Files that cannot be read are named in the log and left alone: then their volumes
+    /// are, too.
     pub fn load(&self) -> io::Result<BTreeMap<String, Applied>> {
         let mut loaded = BTreeMap::new();
         for entry in fs::read_dir(&self.dir)? {
@@ -63,10 +70,18 @@ impl AppliedRecords {
                 }
             }
         }
+        if let Err(error) = self.maps.retain(loaded.keys()) {
+            tracing::error!(%error, "cannot remove maps of volumes that are gone");
+        }
         Ok(loaded)
     }
 
+    /// Before a raw volume counts as published, it is mapped for its file.
     pub fn save(&self, handle: &str, applied: &Applied) -> io::Result<()> {
+        let Desired { access, path, .. } = &applied.desired;
+        if *access == DesiredAccess::Raw && applied.has_options {
+            self.maps.set(handle, &applied.name, path)?;
+        }
         let record = AppliedRecord {
             handle: handle.to_owned(),
             boot_id: self.boot_id.clone(),
@@ -94,7 +109,13 @@ impl AppliedRecords {
         }
     }
 
+    /// Removes the map of a raw volume, before it is unpublished.
+    pub fn unmap(&self, handle: &str) -> io::Result<()> {
+        self.maps.remove(handle)
+    }
+
     pub fn forget(&self, handle: &str) -> io::Result<()> {
+        self.maps.remove(handle)?;
         file::remove(&self.path_of(handle), FileDurability::Volatile)
     }
 
@@ -125,10 +146,16 @@ mod tests {
         open("one").forget("c").unwrap();
         open("one").forget("c").unwrap();
         let of_one = BTreeMap::from([("a/b".to_owned(), applied)]);
+        let mapped = || fs::read_link(dir.path().join(r"devices/a\x2fb/data")).ok();
+        assert_eq!(mapped(), Some("/x".into()));
         assert_eq!(open("one").load().unwrap(), of_one);
+        assert_eq!(mapped(), Some("/x".into()));
         fs::write(dir.path().join("managed/x.json"), "{").unwrap();
+        // Somebody else's.
+        fs::write(dir.path().join("devices/file"), "").unwrap();
         assert_eq!(open("one").load().unwrap(), of_one);
         assert!(open("two").load().unwrap().is_empty());
+        assert_eq!(mapped(), None);
         assert!(open("one").load().unwrap().is_empty());
     }
 }

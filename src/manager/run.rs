@@ -415,7 +415,7 @@ impl Manager {
             }
             Action::Grow(size) => self.grow(handle, *size).await,
             Action::Unpublish(path) => {
-                // A raw volume's lock goes before its mount, which stays if it is in use.
+                // A raw volume's lock and map go before its mount, which stays if it is in use.
                 if let Some(applied) = self.state().applied.get_mut(handle) {
                     applied.lose_lock();
                 }
@@ -470,8 +470,12 @@ impl Manager {
         }
     }
 
-    /// Unmounts the volume there, and removes the mount point.
+    /// Unmounts the volume there, and removes the mount point; first the map of a raw volume.
     async fn unpublish(&self, handle: &str, path: PathBuf) -> Result<(), Failed> {
+        let (records, of) = (self.records.clone(), handle.to_owned());
+        let unmap = move || records.unmap(&of);
+        let unmapped = self.lanes.run(handle, "record", unmap).await;
+        unmapped.map_err(Failed::io("remove its map"))?;
         self.submit(handle, Call::Unpublish(path).into()).await
     }
 

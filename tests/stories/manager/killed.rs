@@ -156,6 +156,10 @@ impl Wanted {
                 continue;
             };
             if self.access == "raw" {
+                let map = machine.node.run_dir.join("devices").join(self.name);
+                let mapped = fs::read_dir(map).unwrap().map(|user| user.unwrap().path());
+                let mapped: Vec<_> = mapped.map(|user| fs::read_link(user).unwrap()).collect();
+                assert_eq!(mapped, [&*path]);
                 self.content.assert_at(&path, MIB);
                 let is_read_only = run(&["blockdev", "--getro", path.to_str().unwrap()]);
                 assert_eq!(is_read_only.trim() == "1", setup.option == "read-only");

@@ -94,7 +94,24 @@ fn a_raw_volume_is_a_device_at_a_path() {
         machine.wait("disk", "mounted");
         let path = machine.path("disk");
         let content = Content::new("raw");
-        content.write_at(&path, MIB).unwrap();
+        // A map by volume and user: also by its next name, and after a restart.
+        let mapped = |user: &str| {
+            let maps = machine.node.run_dir.join("devices/disk");
+            fs::read_link(maps.join(user)).is_ok_and(|node| node == path)
+        };
+        assert!(mapped("disk"));
+        content
+            .write_at(&machine.node.run_dir.join("devices/disk/disk"), MIB)
+            .unwrap();
+        let text = machine.file("disk", "raw", "");
+        machine.write("renamed", &format!("handle = 'disk'\n{text}"));
+        machine.remove("disk");
+        machine.wait("renamed", "mounted");
+        assert!(mapped("renamed") && !mapped("disk"));
+        machine.write("disk", &text);
+        machine.remove("renamed");
+        machine.wait("disk", "mounted");
+        assert!(mapped("disk") && !mapped("renamed"));
         // The lock is held, also after it was lost while no agent ran.
         let device = loops_over(&image).remove(0);
         let locks = || {
@@ -108,8 +125,10 @@ fn a_raw_volume_is_a_device_at_a_path() {
         assert_eq!(locks().len(), 1);
         machine.node.kill9().await;
         run(&["losetup", "--detach", locks()[0].to_str().unwrap()]);
+        fs::remove_file(machine.node.run_dir.join("devices/disk/disk")).unwrap();
         machine.node.restart().await;
         locked_again().await;
+        eventually("mapped again", async || mapped("disk").then_some(())).await;
         // The lock of a path that others have unmounted goes.
         machine.node.kill9().await;
         let orphan = locks().remove(0);
@@ -141,7 +160,7 @@ fn a_raw_volume_is_a_device_at_a_path() {
         machine.wait_for("disk", "failed", "in use").await;
         drop(open);
         machine.wait("disk", "gone");
-        assert!(locks().is_empty());
+        assert!(locks().is_empty() && !machine.node.run_dir.join("devices/disk").exists());
         content.assert_at(&image, MIB);
         assert!(loops_over(&image).is_empty());
         machine.node.assert_clean().await;
