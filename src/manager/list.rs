@@ -148,7 +148,8 @@ impl Manager {
             .into_iter()
             .map(|handle| {
                 let wanted = state.desired.volumes.get(handle);
-                let applied = state.applied.get(handle);
+                // As the plan has it: a record may be gone by now.
+                let applied = actual.get(handle).and_then(|it| it.applied.as_ref());
                 let desired = wanted
                     .map(|wanted| (&wanted.name, &wanted.desired))
                     .or_else(|| applied.map(|applied| (&applied.name, &applied.desired)));
