@@ -78,7 +78,7 @@ pub use error::{Cause, VolumeError};
 pub use health::{ConditionReason, Severity};
 pub use heartbeat::Heartbeat;
 pub use held::{Answer, Listed, Outcome};
-pub use stats::{Space, Usage};
+pub use stats::{Space, Statistics, Usage};
 
 use held::Volume;
 use occupied::Occupied;
@@ -321,9 +321,9 @@ impl NodeHandle {
         volume_id: String,
         path: PathBuf,
         deadline: Duration,
-    ) -> Option<Result<Usage, Arc<VolumeError>>> {
+    ) -> Option<Result<Statistics, Arc<VolumeError>>> {
         if let Some(usage) = self.0.stats_at_once(&volume_id, &path) {
-            return Some(Ok(usage));
+            return Some(Ok(usage.into()));
         }
         self.run(move |node| node.stats(volume_id, path, deadline))
             .await

@@ -9,10 +9,11 @@ use super::{
     answer::{Answer, table},
     context::Context,
     error::CliError,
-    progress::under_way,
+    progress::{self, under_way},
     resolve::name_of,
 };
 use crate::{
+    csi::call::STATISTICS_AGE,
     proto::{
         admin::HeldVolume,
         csi::{
@@ -178,6 +179,8 @@ pub struct StatsAnswer {
     volume_id: String,
     path: String,
     usage: Vec<UsageAnswer>,
+    /// How old they are; 0: of this call.
+    age_ms: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -203,11 +206,16 @@ impl Stats {
             volume_path: path.clone(),
             staging_target_path: held.staging_path,
         };
-        let answer = context
+        let (answer, age_ms) = context
             .node(
                 format!("get the statistics of {}", self.volume),
                 request,
-                async |mut client, request| client.node_get_volume_stats(request).await,
+                async |mut client, request| {
+                    let answer = client.node_get_volume_stats(request).await?;
+                    let age = answer.metadata().get(STATISTICS_AGE);
+                    let age = age.and_then(|age| age.to_str().ok()?.parse().ok());
+                    Ok(answer.map(|answer| (answer, age.unwrap_or(0))))
+                },
             )
             .await?;
         let usage = answer.usage.into_iter().filter_map(|usage| {
@@ -227,6 +235,7 @@ impl Stats {
             volume_id: held.volume_id,
             path,
             usage: usage.collect(),
+            age_ms,
         })
     }
 }
@@ -249,7 +258,12 @@ impl Answer for StatsAnswer {
             ]
         });
         let header = ["UNIT", "TOTAL", "USED", "AVAILABLE"];
-        table(header, rows, "the node reports no statistics")
+        let text = table(header, rows, "the node reports no statistics");
+        if self.age_ms == 0 {
+            return text;
+        }
+        let age = progress::age(self.age_ms);
+        format!("{text}\nas of {age} ago: the file system does not answer")
     }
 }
 

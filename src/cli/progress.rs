@@ -100,7 +100,7 @@ pub fn under_way(volume: &HeldVolume) -> Option<String> {
 }
 
 /// `340 ms`, `2.3 s`, `4 min 10 s`.
-fn age(milliseconds: u64) -> String {
+pub fn age(milliseconds: u64) -> String {
     match milliseconds {
         0..1000 => format!("{milliseconds} ms"),
         1000..60_000 => format!("{}.{} s", milliseconds / 1000, milliseconds % 1000 / 100),

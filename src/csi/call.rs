@@ -23,6 +23,10 @@ pub const TAKES_LESS: &str = "uring-csi-takes-less";
 /// The key under which the answer then names the omitted storage, a sentence each.
 pub const OMITTED: &str = "uring-csi-omitted-bin";
 
+/// The key in the metadata of an answer to NodeGetVolumeStats under which it says how old its
+/// statistics are, in milliseconds. CSI has no field for it.
+pub const STATISTICS_AGE: &str = "uring-csi-statistics-age";
+
 /// The caller of a call, as the request's metadata tell of it.
 #[derive(Clone, Copy, Debug)]
 pub struct Caller {

@@ -20,7 +20,7 @@ use crate::{
         VolumeUsage, volume_health::VolumeHealthEntry, volume_usage::Unit,
     },
     volume::{
-        Cause, Config, Node, NodeHandle, Outcome, Severity, Space, Usage,
+        Cause, Config, Node, NodeHandle, Outcome, Severity, Space, Statistics, Usage,
         spec::{Call, Expand, Parsed, Publish, Request, RootAccess, Stage},
     },
 };
@@ -230,14 +230,14 @@ impl NodeService {
         &self,
         request: NodeGetVolumeStatsRequest,
         timeout: Duration,
-    ) -> Result<NodeGetVolumeStatsResponse, Status> {
+    ) -> Result<(NodeGetVolumeStatsResponse, Option<Duration>), Status> {
         validate::id("volume_id", &request.volume_id)?;
         validate::path("volume_path", &request.volume_path)?;
         let path = clean(&request.volume_path);
-        let usage = self.node.stats(request.volume_id, path, timeout).await;
-        let usage = usage.ok_or_else(shutting_down)?;
-        let usage = usage.map_err(|error| Status::from(&*error))?;
-        Ok(NodeGetVolumeStatsResponse {
+        let answer = self.node.stats(request.volume_id, path, timeout).await;
+        let answer = answer.ok_or_else(shutting_down)?;
+        let Statistics { usage, age } = answer.map_err(|error| Status::from(&*error))?;
+        let answer = NodeGetVolumeStatsResponse {
             usage: match usage {
                 Usage::Block(total) => vec![VolumeUsage {
                     total: clamp(total),
@@ -249,7 +249,8 @@ impl NodeService {
                     .map(|(space, unit)| volume_usage(space, unit))
                     .collect(),
             },
-        })
+        };
+        Ok((answer, age))
     }
 
     async fn health(

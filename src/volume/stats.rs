@@ -72,6 +72,21 @@ pub enum Usage {
     Block(u64),
 }
 
+/// An answer about how full a volume is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Statistics {
+    /// How full it is, or was.
+    pub usage: Usage,
+    /// How old that is, if the file system does not answer now.
+    pub age: Option<Duration>,
+}
+
+impl From<Usage> for Statistics {
+    fn from(usage: Usage) -> Self {
+        Self { usage, age: None }
+    }
+}
+
 /// Questions about a volume that its task does not answer.
 #[derive(Debug, Default)]
 pub struct StatsRequests(Mutex<StatsState>);
@@ -148,7 +163,7 @@ impl Node {
         volume_id: String,
         path: PathBuf,
         deadline: Duration,
-    ) -> Result<Usage, Arc<VolumeError>> {
+    ) -> Result<Statistics, Arc<VolumeError>> {
         let not_there = || {
             let what = format!("it is not at {} on this node", path.display());
             Cause::NotFound(what).of(&volume_id)
@@ -158,25 +173,26 @@ impl Node {
         let left = deadline.saturating_sub(begun.elapsed());
         self.inline_recovered(&volume_id, left).await?;
         if let Some(usage) = self.stats_at_once(&volume_id, &path) {
-            return Ok(usage);
+            return Ok(usage.into());
         }
         let volume = self.known(&volume_id).ok_or_else(not_there)?;
         let record = volume.record().ok_or_else(not_there)?;
         let path = self.places.canonical(&path);
         let about = About::Usage(path.clone());
         if let Some(Told::Usage(answer)) = self.ask(&volume.asked, &record, about, deadline).await {
-            return answer;
+            return answer.map(Statistics::from);
         }
         let last = volume.asked.lock().last;
         if let Some((usage, at)) = last.filter(|_| volume.is_at(&path)) {
-            let (seconds, waits_for) = (at.elapsed().as_secs(), record.waits_for());
+            let (age, waits_for) = (at.elapsed(), record.waits_for());
             tracing::warn!(
                 volume_id,
                 path = %path.display(),
-                seconds,
+                seconds = age.as_secs(),
                 "the file system waits for {waits_for}; these statistics are so many seconds old"
             );
-            return Ok(usage);
+            let age = Some(age);
+            return Ok(Statistics { usage, age });
         }
         let what = format!("ask how full it is at {}", path.display());
         let why = format!("its file system waits for {}", record.waits_for());

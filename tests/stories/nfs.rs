@@ -18,6 +18,8 @@ use testkit::{
 };
 use tonic::Code;
 
+use super::operator::Operator;
+
 fn nfs_story(body: impl AsyncFnOnce(&Sandbox) + Send) {
     if can_use_nfs() {
         story(body);
@@ -299,6 +301,12 @@ fn io_goes_on_after_a_server_was_killed_under_it() {
         let volume = server.volume("v", "v");
         let target = node.up(&volume, "pod").await;
         let before = node.stats(&volume, &target).await.expect("statistics");
+        let operator = Operator::with_sockets(node.socket(), node.socket());
+        let age = || {
+            let stats = operator.json(&["stats", target.to_str().expect("a path")]);
+            stats["age_ms"].as_u64().expect("milliseconds")
+        };
+        assert_eq!(age(), 0);
         for round in 0..2 {
             let file = target.join(format!("file{round}"));
             server.kill9();
@@ -311,6 +319,7 @@ fn io_goes_on_after_a_server_was_killed_under_it() {
             let usage = node.stats(&volume, &target).await.expect("statistics");
             assert!(begun.elapsed() < Duration::from_secs(30));
             assert_eq!(usage[0].total, before[0].total);
+            assert!(age() >= 2000, "it waits so long for the server");
             eventually("health says so", async || {
                 let found = health(&node, &volume).await;
                 found.contains(&"FileSystemStuck".to_owned()).then_some(())

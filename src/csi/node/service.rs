@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     super::{
-        call::{Caller, observed},
+        call::{Caller, STATISTICS_AGE, observed},
         identity::topology,
     },
     NodeService,
@@ -94,9 +94,15 @@ impl node_server::Node for NodeService {
         &self,
         request: Request<NodeGetVolumeStatsRequest>,
     ) -> Result<Response<NodeGetVolumeStatsResponse>, Status> {
-        VolumeCall("NodeGetVolumeStats", request, |it| &it.volume_id)
-            .answer(|request, timeout| self.stats(request, timeout))
-            .await
+        let answer = VolumeCall("NodeGetVolumeStats", request, |it| &it.volume_id)
+            .answer(|request, timeout| self.stats(request, timeout));
+        let (answer, age) = answer.await?.into_inner();
+        let mut answer = Response::new(answer);
+        if let Some(age) = age {
+            let age = u64::try_from(age.as_millis()).unwrap_or(u64::MAX);
+            answer.metadata_mut().insert(STATISTICS_AGE, age.into());
+        }
+        Ok(answer)
     }
 
     async fn node_get_volume_health(
