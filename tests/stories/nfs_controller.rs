@@ -17,8 +17,8 @@ use testkit::{
 };
 use tonic::Code;
 use uring_csi::proto::csi::{
-    CreateSnapshotRequest, CreateVolumeRequest, GetCapacityRequest, ListSnapshotsRequest,
-    ListVolumesRequest,
+    CreateSnapshotRequest, CreateVolumeRequest, DeleteVolumeRequest, GetCapacityRequest,
+    ListSnapshotsRequest, ListVolumesRequest,
 };
 
 use super::operator::Operator;
@@ -822,11 +822,13 @@ fn the_examples_of_csi_driver_nfs_work() {
         let node = Node::start(sandbox).await;
         let port = format!("port={}", server.port());
         let flags = ["hard", "nfsvers=4.1", &port];
+        // The class may have a provisioner-secret.
+        let secrets = || HashMap::from([("mountOptions".to_owned(), "nfsvers=4.1".to_owned())]);
         let create = async |name: &str, claim_name: &str, more: &[(&str, &str)], from| {
             let mut request = claim(name, more);
-            request
-                .parameters
-                .extend(metadata("claim", claim_name, name));
+            request.secrets = secrets();
+            let metadata = metadata("claim", claim_name, name);
+            request.parameters.extend(metadata);
             request.capacity_range = Some(range(10 << 30));
             let capability = Volume::filesystem("", "")
                 .mode(Mode::MultiNodeMultiWriter)
@@ -875,8 +877,9 @@ fn the_examples_of_csi_driver_nfs_work() {
             node.down(volume, "nginx").await;
         }
 
-        // Static ones, of the whole share.
-        for handle in ["unique-volumeid", "127.0.0.1#share#"] {
+        // Static ones, of the whole share. A deletion of the last one, which has the policy
+        // Delete, removes nothing.
+        for handle in ["unique-volumeid", "127.0.0.1#share#", "127.0.0.1/share##"] {
             let volume = Volume::filesystem(handle, "")
                 .mode(Mode::MultiNodeMultiWriter)
                 .flags(&["nfsvers=4.1", &port])
@@ -885,6 +888,8 @@ fn the_examples_of_csi_driver_nfs_work() {
             let target = node.up(&volume, "static").await;
             content.assert_in(&target.join(PVC).join("outfile"));
             node.down(&volume, "static").await;
+            controller.delete(handle).await.expect("nothing to delete");
+            content.assert_in(&server.export().join(PVC).join("outfile"));
         }
 
         node.down(&source, "nginx-nfs").await;
@@ -893,12 +898,15 @@ fn the_examples_of_csi_driver_nfs_work() {
             .await
             .expect("grown");
         assert_eq!((size, on_node), (20 << 30, false));
-        controller
-            .delete_snapshot(&taken.snapshot_id)
-            .await
-            .expect("deleted");
+        let deleted = controller.delete_snapshot(&taken.snapshot_id).await;
+        deleted.expect("deleted");
         for volume in [&source, &restored, &clone, &templated] {
-            controller.delete(&volume.handle).await.expect("deleted");
+            let message = DeleteVolumeRequest {
+                volume_id: volume.handle.clone(),
+                secrets: secrets(),
+            };
+            let deleted = controller.client().delete_volume(message).await;
+            deleted.expect("deleted");
         }
         let left = [".uring-csi", "archived-default", "default"];
         assert_eq!(share.names(), left);
