@@ -409,6 +409,20 @@ def check_kms_key(chart):
                     problem(f"chart, {doc['metadata']['name']}", f"has no {flag}")
 
 
+def check_address(chart):
+    """kubelet mounts an export from its address, and nodes from its server."""
+    server, address = "nfs-server.default.svc.cluster.local", "10.96.0.7"
+    export = {"server": server, "share": "/", "address": address}
+    values = classed({"pools": [], "nfs": {"exports": [export]}}, server=server, share="/")
+    docs = render(chart, values)
+    check("chart, a server in the cluster", docs)
+    (spec,) = (doc["spec"]["template"]["spec"] for doc in docs if doc["kind"] == "Deployment")
+    if f"--nfs-export={server}:/=/share,mounted" not in spec["containers"][0]["args"]:
+        problem("chart, a server in the cluster", "the controller does not know its name")
+    if {"name": "share", "nfs": {"server": address, "path": "/"}} not in spec["volumes"]:
+        problem("chart, a server in the cluster", "kubelet does not mount from its address")
+
+
 def check_others(chart):
     check("chart", render(chart, {}))
     other, both = render(chart, OTHER), render(chart, BOTH)
@@ -423,6 +437,7 @@ def check_others(chart):
     check_image(chart)
     check_placement(chart)
     check_kms_key(chart)
+    check_address(chart)
     check_monitoring(chart)
     for values in ACCEPTED:
         render(chart, values)

@@ -234,7 +234,7 @@ share{{ if . }}-{{ . }}{{ end }}
 {{- range $index, $export := .Values.nfs.exports }}
 - name: {{ include "uring-csi.share" $index }}
   nfs:
-    server: {{ $export.server | quote }}
+    server: {{ $export.address | default $export.server | quote }}
     path: {{ $export.share | quote }}
 {{- end }}
 {{- end }}
