@@ -229,8 +229,17 @@ class Cluster:
         # The descriptors of this process are close-on-exec.
         command = ["setpriv", "--pdeathsig", "KILL", f"ceph-{kind}", "-f"]
         command += ["-c", self.conf, "-i", name]
+        own = dict(os.environ)
+        if kind == "mgr":
+            # The manager has an interpreter for each module, and Debian 13's bcrypt loads into
+            # one of a process alone (PyO3). Only passwords of the dashboard need it.
+            own["PYTHONPATH"] = python = self.dir / "python"
+            python.mkdir(exist_ok=True)
+            (python / "bcrypt.py").touch()
         with open(self.dir / f"{kind}.{name}.out", "ab") as out:
-            daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            daemon = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=own
+            )
         self.daemons[kind, name] = daemon
         (self.dir / f"{kind}.{name}.pid").write_text(f"{daemon.pid}\n")
 

@@ -33,18 +33,6 @@ impl Home {
         .await
     }
 
-    /// Whether the cluster's manager can take snapshots by a schedule. Debian 13's loads none
-    /// of its modules where python3-bcrypt is installed (PyO3 in a second interpreter).
-    async fn has_schedules(&self) -> bool {
-        testkit::eventually("a manager", async || {
-            let stat = self.cluster.ceph(&["mgr", "stat"]);
-            let stat: serde_json::Value = serde_json::from_str(&stat).unwrap();
-            let health = self.cluster.ceph(&["health", "detail"]);
-            (stat["available"] == true).then(|| !health.contains("'rbd_support' has failed"))
-        })
-        .await
-    }
-
     fn role(&self, volume: &VolumeInfo) -> Mirroring {
         let name = &volume.context["imageName"];
         let image = Image::open(&self.io(), name, OpenMode::ReadOnly).unwrap();
@@ -180,10 +168,6 @@ async fn a_clone_is_mirrored_with_its_parent_or_without_one() {
 #[tokio::test]
 async fn the_manager_takes_snapshots_as_scheduled() {
     let Some(home) = Home::new() else { return };
-    if !home.has_schedules().await {
-        testkit::report_not_tested("schedules of mirroring, the manager's module cannot be loaded");
-        return;
-    }
     home.mirror_pool();
     let made = home.make(home.volume("one", MIB)).await;
     let scheduled = ReplicationChange::Enable(ReplicationParameters {
