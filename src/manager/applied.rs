@@ -57,9 +57,13 @@ impl Applied {
         self.refused = None;
     }
 
-    /// The lock of a raw volume may have gone.
+    pub fn is_raw(&self) -> bool {
+        self.desired.access == DesiredAccess::Raw
+    }
+
+    /// The lock of a raw volume may have gone, and its map.
     pub fn lose_lock(&mut self) {
-        self.has_options &= self.desired.access != DesiredAccess::Raw;
+        self.has_options &= !self.is_raw();
     }
 
     /// Its file's name, handle and path.

@@ -10,7 +10,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{crash_point, digest};
+use crate::{
+    crash_point, digest,
+    file::{self, FileDurability},
+};
 
 /// Their directory.
 #[derive(Clone, Debug)]
@@ -28,32 +31,36 @@ impl DeviceMaps {
         Self(run_dir.join("devices"))
     }
 
-    /// Maps the volume to this node, for this user alone.
+    /// Maps the volume to this node, for this user alone. The error names the path.
     pub fn set(&self, handle: &str, user: &str, node: &Path) -> io::Result<()> {
         let dir = self.of(handle);
-        fs::create_dir_all(&dir)?;
-        empty(&dir, Some(user))?;
-        let link = dir.join(user);
-        if fs::read_link(&link).is_ok_and(|it| it == node) {
-            return Ok(());
-        }
-        let draft = dir.join(DRAFT);
-        symlink(node, &draft)?;
-        crash_point();
-        fs::rename(draft, link)
+        map(&dir, user, node).map_err(|error| {
+            let dir = dir.display();
+            io::Error::new(
+                error.kind(),
+                format!("cannot map the device in {dir}: {error}"),
+            )
+        })
     }
 
-    /// Removes the maps of a volume; does nothing if there are none.
-    pub fn remove(&self, handle: &str) -> io::Result<()> {
-        remove(&self.of(handle))
+    /// Removes the maps of a volume; does nothing if there are none. The log has what cannot be
+    /// removed: it keeps no volume from being unpublished.
+    pub fn remove(&self, handle: &str) {
+        remove(&self.of(handle));
     }
 
-    /// Removes the maps of all volumes but these; an error delays no other's.
-    pub fn retain<'h>(&self, handles: impl Iterator<Item = &'h String>) -> io::Result<()> {
+    /// Removes the maps of all volumes but these.
+    pub fn retain<'h>(&self, handles: impl Iterator<Item = &'h String>) {
         let kept: Vec<_> = handles.map(|handle| self.of(handle)).collect();
-        let all = entries(&self.0)?.into_iter().map(|name| self.0.join(name));
-        let others = all.filter(|dir| !kept.contains(dir));
-        others.map(|dir| remove(&dir)).fold(Ok(()), Result::and)
+        let found = entries(&self.0).unwrap_or_else(|error| {
+            let path = self.0.display();
+            tracing::error!(%path, %error, "cannot list the maps of raw volumes");
+            Vec::new()
+        });
+        let dirs = found.into_iter().map(|name| self.0.join(name));
+        for dir in dirs.filter(|dir| !kept.contains(dir)) {
+            remove(&dir);
+        }
     }
 
     fn of(&self, handle: &str) -> PathBuf {
@@ -79,11 +86,28 @@ fn encoded(handle: &str) -> String {
     name
 }
 
-fn remove(dir: &Path) -> io::Result<()> {
-    empty(dir, None)?;
-    match fs::remove_dir(dir) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
+/// Makes the link for this user before it removes the others.
+fn map(dir: &Path, user: &str, node: &Path) -> io::Result<()> {
+    fs::create_dir_all(dir)?;
+    let link = dir.join(user);
+    if fs::read_link(&link).is_ok_and(|it| it == node) {
+        return empty(dir, Some(user));
+    }
+    let draft = dir.join(DRAFT);
+    file::remove(&draft, FileDurability::Volatile)?;
+    symlink(node, &draft)?;
+    crash_point();
+    fs::rename(draft, link)?;
+    empty(dir, Some(user))
+}
+
+fn remove(dir: &Path) {
+    let removed = empty(dir, None).and_then(|()| fs::remove_dir(dir));
+    if let Err(error) = removed
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        let path = dir.display();
+        tracing::error!(%path, %error, "cannot remove the map of a raw volume");
     }
 }
 
@@ -132,7 +156,7 @@ mod tests {
             let owned = |(name, node): &(&str, &str)| ((*name).to_owned(), (*node).to_owned());
             assert_eq!(links(), expected.iter().map(owned).collect());
         };
-        maps.remove("v").unwrap();
+        maps.remove("v");
         for _ in 0..2 {
             maps.set("v", "data", Path::new("/srv/one")).unwrap();
         }
@@ -151,9 +175,9 @@ mod tests {
             (&long, "/l"),
             ("v/renamed", "/srv/two"),
         ]);
-        maps.retain(["v".to_owned()].iter()).unwrap();
+        maps.retain(["v".to_owned()].iter());
         expect(&[("v/renamed", "/srv/two")]);
-        maps.remove("v").unwrap();
+        maps.remove("v");
         expect(&[]);
         assert!(!dir.path().join("devices/v").exists());
     }

@@ -9,11 +9,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::{
-    applied::Applied,
-    desired::{Desired, DesiredAccess},
-    maps::DeviceMaps,
-};
+use super::{applied::Applied, maps::DeviceMaps};
 use crate::{
     digest,
     file::{self, FileDurability},
@@ -48,9 +44,9 @@ impl AppliedRecords {
 
     /// Every record of this boot, by handle; removes those of earlier ones, and maps without a
     /// record. Files that cannot be read are named in the log and left alone: then their volumes
-    /// are, too.
+    /// and all maps are, too.
     pub fn load(&self) -> io::Result<BTreeMap<String, Applied>> {
-        let mut loaded = BTreeMap::new();
+        let (mut loaded, mut are_all_read) = (BTreeMap::<_, Applied>::new(), true);
         for entry in fs::read_dir(&self.dir)? {
             let path = entry?.path();
             if path.extension().is_none_or(|extension| extension != "json") {
@@ -66,21 +62,25 @@ impl AppliedRecords {
                     loaded.insert(record.handle, record.applied);
                 }
                 Err(error) => {
+                    are_all_read = false;
                     tracing::error!(path = %path.display(), %error, "cannot read a record of the volume manager; leaving its volume alone");
                 }
             }
         }
-        if let Err(error) = self.maps.retain(loaded.keys()) {
-            tracing::error!(%error, "cannot remove maps of volumes that are gone");
+        if are_all_read {
+            let raw = loaded.iter().filter(|(_, applied)| applied.is_raw());
+            self.maps.retain(raw.map(|(handle, _)| handle));
         }
         Ok(loaded)
     }
 
     /// Before a raw volume counts as published, it is mapped for its file.
     pub fn save(&self, handle: &str, applied: &Applied) -> io::Result<()> {
-        let Desired { access, path, .. } = &applied.desired;
-        if *access == DesiredAccess::Raw && applied.has_options {
-            self.maps.set(handle, &applied.name, path)?;
+        if !applied.is_raw() {
+            self.maps.remove(handle);
+        } else if applied.has_options {
+            self.maps
+                .set(handle, &applied.name, &applied.desired.path)?;
         }
         let record = AppliedRecord {
             handle: handle.to_owned(),
@@ -110,12 +110,12 @@ impl AppliedRecords {
     }
 
     /// Removes the map of a raw volume, before it is unpublished.
-    pub fn unmap(&self, handle: &str) -> io::Result<()> {
-        self.maps.remove(handle)
+    pub fn unmap(&self, handle: &str) {
+        self.maps.remove(handle);
     }
 
     pub fn forget(&self, handle: &str) -> io::Result<()> {
-        self.maps.remove(handle)?;
+        self.maps.remove(handle);
         file::remove(&self.path_of(handle), FileDurability::Volatile)
     }
 
@@ -145,17 +145,29 @@ mod tests {
         open("one").save("c", &applied).unwrap();
         open("one").forget("c").unwrap();
         open("one").forget("c").unwrap();
-        let of_one = BTreeMap::from([("a/b".to_owned(), applied)]);
+        let of_one = BTreeMap::from([("a/b".to_owned(), applied.clone())]);
         let mapped = || fs::read_link(dir.path().join(r"devices/a\x2fb/data")).ok();
         assert_eq!(mapped(), Some("/x".into()));
         assert_eq!(open("one").load().unwrap(), of_one);
         assert_eq!(mapped(), Some("/x".into()));
-        fs::write(dir.path().join("managed/x.json"), "{").unwrap();
+        // A volume that becomes a mounted one has no map.
+        let mounted = Applied {
+            desired: parse("data", "source = {}\nmount.path = '/x'").unwrap(),
+            ..applied.clone()
+        };
+        open("one").save("a/b", &mounted).unwrap();
+        assert_eq!(mapped(), None);
+        open("one").save("a/b", &applied).unwrap();
         // Somebody else's.
         fs::write(dir.path().join("devices/file"), "").unwrap();
+        // The map may be that of a record that cannot be read.
+        let unread = dir.path().join("managed/x.json");
+        fs::write(&unread, "{").unwrap();
         assert_eq!(open("one").load().unwrap(), of_one);
         assert!(open("two").load().unwrap().is_empty());
-        assert_eq!(mapped(), None);
+        assert_eq!(mapped(), Some("/x".into()));
+        fs::remove_file(unread).unwrap();
         assert!(open("one").load().unwrap().is_empty());
+        assert_eq!(mapped(), None);
     }
 }

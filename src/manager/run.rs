@@ -414,13 +414,7 @@ impl Manager {
                 self.reconfigure(handle, options, *read_only).await
             }
             Action::Grow(size) => self.grow(handle, *size).await,
-            Action::Unpublish(path) => {
-                // A raw volume's lock and map go before its mount, which stays if it is in use.
-                if let Some(applied) = self.state().applied.get_mut(handle) {
-                    applied.lose_lock();
-                }
-                self.unpublish(handle, path.clone()).await
-            }
+            Action::Unpublish(path) => self.unpublish(handle, path.clone()).await,
             Action::Unstage => {
                 let path = self.applied(handle)?.desired.path;
                 self.leave(handle, path).await?;
@@ -470,12 +464,22 @@ impl Manager {
         }
     }
 
-    /// Unmounts the volume there, and removes the mount point; first the map of a raw volume.
+    /// Unmounts the volume there, and removes the mount point. A raw volume's lock and map go
+    /// before its mount, which stays if it is in use.
     async fn unpublish(&self, handle: &str, path: PathBuf) -> Result<(), Failed> {
-        let (records, of) = (self.records.clone(), handle.to_owned());
-        let unmap = move || records.unmap(&of);
-        let unmapped = self.lanes.run(handle, "record", unmap).await;
-        unmapped.map_err(Failed::io("remove its map"))?;
+        let is_raw = self.state().applied.get_mut(handle).is_some_and(|applied| {
+            applied.lose_lock();
+            applied.is_raw()
+        });
+        if is_raw {
+            let (records, of) = (self.records.clone(), handle.to_owned());
+            let unmap = move || {
+                records.unmap(&of);
+                Ok(())
+            };
+            let unmapped = self.lanes.run(handle, "record", unmap).await;
+            unmapped.map_err(Failed::io("remove its map"))?;
+        }
         self.submit(handle, Call::Unpublish(path).into()).await
     }
 

@@ -153,9 +153,11 @@ fn a_raw_volume_is_a_device_at_a_path() {
         machine.remove("disk");
         machine.wait_for("disk", "failed", "in use").await;
         assert_eq!(loops_over(&image).len(), 1);
+        assert!(!mapped("disk"));
         machine.write("disk", &text);
         machine.wait("disk", "mounted");
         locked_again().await;
+        assert!(mapped("disk"));
         machine.remove("disk");
         machine.wait_for("disk", "failed", "in use").await;
         drop(open);
