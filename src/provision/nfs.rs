@@ -848,7 +848,8 @@ impl Provisioner for NfsStore {
         self.existing(handle).map(|_| None)
     }
 
-    /// The free space of the class' share, or of all shares.
+    /// The free space of the class' share; without a class that of all shares, each file system
+    /// once.
     fn capacity(&self, room: &CapacityRequest) -> Result<Capacity, ProvisionError> {
         if let Some(why) = unsupported(&room.uses) {
             return Err(ProvisionError::UnsupportedUse(why));
@@ -856,16 +857,21 @@ impl Provisioner for NfsStore {
         let available = |export: &NfsExport| {
             let room = export.room();
             let room = room.map_err(failed("read the free space of", &export.share))?;
-            Ok::<_, ProvisionError>(room.f_bavail * room.f_frsize)
+            let bytes = room.f_bavail.saturating_mul(room.f_frsize);
+            Ok::<_, ProvisionError>((room.f_fsid, bytes))
         };
-        let available = if room.parameters.is_empty() {
-            let each = self.exports.iter().map(available);
-            each.sum::<Result<_, _>>()?
+        let of_file_systems: BTreeMap<_, _> = if room.parameters.is_empty() {
+            self.exports
+                .iter()
+                .map(available)
+                .collect::<Result<_, _>>()?
         } else {
-            available(self.export(&class::share(&room.parameters)?)?)?
+            let of_class = self.export(&class::share(&room.parameters)?)?;
+            [available(of_class)?].into()
         };
+        let each = of_file_systems.into_values();
         Ok(Capacity {
-            available,
+            available: each.fold(0, u64::saturating_add),
             ..Capacity::default()
         })
     }

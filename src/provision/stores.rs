@@ -552,7 +552,8 @@ impl Stores {
         .await
     }
 
-    /// [`Provisioner::capacity`]. A slow cluster or share delays no other.
+    /// [`Provisioner::capacity`]. A slow cluster or share delays no other; the room of all
+    /// shares, without a class, waits for each.
     pub async fn capacity(&self, room: CapacityRequest) -> Result<Capacity, ProvisionError> {
         let class: BTreeMap<_, _> = room.parameters.iter().collect();
         let key = format!("capacity of {class:?}");

@@ -1,10 +1,12 @@
 use std::{
     fs,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
 use rustix::fs::{CWD, OFlags, openat};
 use tempfile::TempDir;
+use testkit::report_not_tested;
 
 use super::*;
 use crate::{
@@ -127,6 +129,39 @@ impl Share {
         let aside = self.at(aside_of(handle));
         fs::rename(self.at(path), aside).expect("renamed");
     }
+}
+
+#[test]
+fn the_room_of_all_shares_has_each_file_system_once() {
+    let (disk, memory) = (tempfile::tempdir(), tempfile::tempdir_in("/dev/shm"));
+    let (disk, memory) = (disk.expect("a directory"), memory.expect("a directory"));
+    let room = |shares: &[&TempDir]| {
+        let exports = shares.iter().enumerate().map(|(at, dir)| {
+            let export = format!("srv:/share{at}={}", dir.path().display());
+            export.parse().expect("an export")
+        });
+        let store = NfsStore::new(
+            exports.collect(),
+            OnDelete::Delete,
+            QuotaPolicy::Auto,
+            Copies::new(1, 1),
+        );
+        let capacity = store
+            .expect("a store")
+            .capacity(&CapacityRequest::default());
+        capacity.expect("the room").available
+    };
+    let device = |dir: &TempDir| fs::metadata(dir.path()).expect("there").dev();
+    if device(&disk) == device(&memory) {
+        report_not_tested("the room of two file systems: /tmp and /dev/shm are one");
+        return;
+    }
+    // Others use both meanwhile, less than half of the smaller one.
+    let [of_disk, of_memory] = [&disk, &memory].map(|dir| room(&[dir]));
+    let least = of_disk.min(of_memory) / 2;
+    assert!(room(&[&disk, &memory]).abs_diff(of_disk + of_memory) < least);
+    let again = tempfile::tempdir().expect("a directory");
+    assert!(room(&[&disk, &again]).abs_diff(of_disk) < of_disk / 2);
 }
 
 #[test]
