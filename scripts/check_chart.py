@@ -211,6 +211,13 @@ REFUSED = [
     ({"pools": [], "nfs": {"exports": [EXPORT | {"share": "relative"}]}}, "pattern"),
     ({"nfs": {"inline": [EXPORT]}}, "with nfs.exports"),
     ({"pools": [], "nfs": {"exports": [EXPORT], "inline": [EXPORT | {"share": "/"}]}}, "directories of claims"),
+    (
+        {
+            "pools": [],
+            "nfs": {"exports": [EXPORT | {"address": "10.0.0.7"}], "inline": [EXPORT | {"server": "10.0.0.7"}]},
+        },
+        "directories of claims",
+    ),
     ({"pools": [LOCAL, SHARED | {"name": "b", "path": "/srv/b"}]}, "all are local or all are shared"),
     ({"pools": [LOCAL], "ceph": {"enabled": True}}, "two releases"),
     ({"pools": [LOCAL], "nbd": {"enabled": True}}, "one shared pool"),

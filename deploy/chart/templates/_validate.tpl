@@ -38,7 +38,7 @@
 {{- end }}
 {{- range $pods := .Values.nfs.inline }}
 {{- range $.Values.nfs.exports }}
-{{- if and (eq .server $pods.server) (hasPrefix (printf "%s/" (trimSuffix "/" $pods.share)) (printf "%s/" .share)) }}
+{{- if and (has $pods.server (list .server .address)) (hasPrefix (printf "%s/" (trimSuffix "/" $pods.share)) (printf "%s/" .share)) }}
 {{- fail "nfs.inline: pods could replace the directories of claims in a share of nfs.exports, or below" }}
 {{- end }}
 {{- end }}
