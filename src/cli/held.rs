@@ -179,8 +179,8 @@ pub struct StatsAnswer {
     volume_id: String,
     path: String,
     usage: Vec<UsageAnswer>,
-    /// How old they are; 0: of this call.
-    age_ms: u64,
+    /// How old they are, unless they are of this call.
+    age_ms: Option<u64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -214,7 +214,7 @@ impl Stats {
                     let answer = client.node_get_volume_stats(request).await?;
                     let age = answer.metadata().get(STATISTICS_AGE);
                     let age = age.and_then(|age| age.to_str().ok()?.parse().ok());
-                    Ok(answer.map(|answer| (answer, age.unwrap_or(0))))
+                    Ok(answer.map(|answer| (answer, age)))
                 },
             )
             .await?;
@@ -259,10 +259,10 @@ impl Answer for StatsAnswer {
         });
         let header = ["UNIT", "TOTAL", "USED", "AVAILABLE"];
         let text = table(header, rows, "the node reports no statistics");
-        if self.age_ms == 0 {
+        let Some(age) = self.age_ms else {
             return text;
-        }
-        let age = progress::age(self.age_ms);
+        };
+        let age = progress::age(age);
         format!("{text}\nas of {age} ago: the file system does not answer")
     }
 }

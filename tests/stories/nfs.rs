@@ -304,9 +304,9 @@ fn io_goes_on_after_a_server_was_killed_under_it() {
         let operator = Operator::with_sockets(node.socket(), node.socket());
         let age = || {
             let stats = operator.json(&["stats", target.to_str().expect("a path")]);
-            stats["age_ms"].as_u64().expect("milliseconds")
+            stats["age_ms"].as_u64()
         };
-        assert_eq!(age(), 0);
+        assert_eq!(age(), None);
         for round in 0..2 {
             let file = target.join(format!("file{round}"));
             server.kill9();
@@ -319,7 +319,7 @@ fn io_goes_on_after_a_server_was_killed_under_it() {
             let usage = node.stats(&volume, &target).await.expect("statistics");
             assert!(begun.elapsed() < Duration::from_secs(30));
             assert_eq!(usage[0].total, before[0].total);
-            assert!(age() >= 2000, "it waits so long for the server");
+            assert!(age() >= Some(2000), "it waits so long for the server");
             eventually("health says so", async || {
                 let found = health(&node, &volume).await;
                 found.contains(&"FileSystemStuck".to_owned()).then_some(())
