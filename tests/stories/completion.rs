@@ -5,7 +5,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use testkit::{program, skip_uninstalled, story};
+use testkit::{eventually, program, skip_uninstalled, story};
 
 use crate::operator::machine;
 
@@ -63,7 +63,8 @@ fn shells_complete_commands_flags_and_names() {
                 (&["create", "--pool", "ma"], "main"),
                 (&["snapshot", "delete", "fr"], "friday"),
             ] {
-                let output = Command::new(shell)
+                let mut completes = Command::new(shell);
+                completes
                     .args(options)
                     .args(["-c", script])
                     // $0; fish has none.
@@ -80,18 +81,18 @@ fn shells_complete_commands_flags_and_names() {
                         "URING_CSI_CONTROLLER_ENDPOINT",
                         format!("unix://{}", controller.socket().display()),
                     )
-                    .stdin(Stdio::null())
-                    .output()
-                    .unwrap();
-                let err = String::from_utf8_lossy(&output.stderr);
-                assert!(err.is_empty(), "{shell}, {words:?}: {err}");
-                let out = String::from_utf8(output.stdout).unwrap();
-                // A description follows a tab or colon.
-                let said: Vec<_> = out
-                    .lines()
-                    .map(|line| line.split(['\t', ':', ' ']).next().unwrap())
-                    .collect();
-                assert_eq!(said, [completed], "{shell}, {words:?}");
+                    .stdin(Stdio::null());
+                // It waits a second for the agents; on a loaded machine they may take longer.
+                eventually(&format!("{shell} completes {words:?}"), async || {
+                    let output = completes.output().unwrap();
+                    let err = String::from_utf8_lossy(&output.stderr);
+                    assert!(err.is_empty(), "{shell}, {words:?}: {err}");
+                    let out = String::from_utf8(output.stdout).unwrap();
+                    // A description follows a tab or colon.
+                    let said = (out.lines()).map(|line| line.split(['\t', ':', ' ']).next());
+                    said.eq([Some(completed)]).then_some(())
+                })
+                .await;
             }
         }
     });
