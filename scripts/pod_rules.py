@@ -279,8 +279,8 @@ def check_sockets(where, spec):
 
 
 def check_resources(name, container, ends):
-    """So that the scheduler counts it. One that ends may fail without harm, so it has a limit, too;
-    the manifests say why others have none."""
+    """So that the scheduler counts it. No volume in use notices the failure of one that ends, so it
+    has a limit, too; the manifests say why others have none."""
     resources = container.get("resources", {})
     for field, needed in (("requests", {"cpu", "memory"}), ("limits", {"memory"} if ends else set())):
         if missing := needed - resources.get(field, {}).keys():

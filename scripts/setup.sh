@@ -31,7 +31,7 @@ set -euo pipefail
   # arch-test and qemu-user-static are for images of another architecture.
   containers=(buildah podman crun python3-venv arch-test qemu-user-static)
   roots=(mmdebstrap)
-  # fish and zsh have completions of their own, strace is for the benches, python3-venv for the
+  # fish and zsh run uringctl's completions, strace is for the benches, python3-venv for the
   # manifests, OpenBao and PyKMIP.
   test=(fdisk fish fscrypt openssl procps python3-venv qemu-utils rbd-mirror rbd-nbd strace zsh)
 }
