@@ -32,6 +32,12 @@ pub fn running(bytes: u64) -> RunningCopy {
     Copies::new(1, 1).begin(target, bytes).expect("begun")
 }
 
+/// The controller's store of these exports.
+fn store_of(exports: Vec<NfsExport>) -> NfsStore {
+    let copies = Copies::new(1, 1);
+    NfsStore::new(exports, OnDelete::Delete, QuotaPolicy::Auto, copies).expect("a store")
+}
+
 /// A share and the controller's store over it.
 struct Share {
     dir: TempDir,
@@ -43,13 +49,7 @@ impl Share {
         let dir = tempfile::tempdir().expect("a directory");
         let export = format!("srv:/share={}", dir.path().display());
         let exports = vec![export.parse().expect("an export")];
-        let store = NfsStore::new(
-            exports,
-            OnDelete::Delete,
-            QuotaPolicy::Auto,
-            Copies::new(1, 1),
-        );
-        let store = store.expect("a store");
+        let store = store_of(exports);
         Self { dir, store }
     }
 
@@ -140,15 +140,7 @@ fn the_room_of_all_shares_has_each_file_system_once() {
             let export = format!("srv:/share{at}={}", dir.path().display());
             export.parse().expect("an export")
         });
-        let store = NfsStore::new(
-            exports.collect(),
-            OnDelete::Delete,
-            QuotaPolicy::Auto,
-            Copies::new(1, 1),
-        );
-        let capacity = store
-            .expect("a store")
-            .capacity(&CapacityRequest::default());
+        let capacity = store_of(exports.collect()).capacity(&CapacityRequest::default());
         capacity.expect("the room").available
     };
     let device = |dir: &TempDir| fs::metadata(dir.path()).expect("there").dev();
@@ -213,13 +205,7 @@ fn a_source_in_a_share_that_is_away_is_not_missing() {
     let kind_of = |option: &str, handle: &str| {
         let export = format!("srv:/share={}{option}", dir.path().display());
         let exports = vec![export.parse().expect("an export")];
-        let store = NfsStore::new(
-            exports,
-            OnDelete::Delete,
-            QuotaPolicy::Auto,
-            Copies::new(1, 1),
-        );
-        let store = store.expect("a store");
+        let store = store_of(exports);
         let opened = store.volume_tree(handle).map(drop);
         opened.map_err(|error| error.kind())
     };
