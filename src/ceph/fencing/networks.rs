@@ -301,9 +301,10 @@ mod tests {
 
     #[test]
     fn a_network_is_fenced_listed_and_unfenced() {
-        let Some(TestPool { io, .. }) = TestPool::new() else {
+        let Some(pool) = TestPool::new() else {
             return;
         };
+        let io = &pool.io;
         // Networks of documentation, which no other test has.
         let networks = FencedNetworks::of(io.cluster());
         for network in ["203.0.113.0/28", "2001:db8:7::/64"].map(cidr) {
@@ -333,9 +334,10 @@ mod tests {
 
     #[test]
     fn monitors_without_ranges_fence_each_address() {
-        let Some(TestPool { io, .. }) = TestPool::new() else {
+        let Some(pool) = TestPool::new() else {
             return;
         };
+        let io = &pool.io;
         let networks = FencedNetworks::of(io.cluster());
         for address in ["192.0.2.77", "2001:db8:9::1"] {
             networks.change("add", false, address).unwrap();

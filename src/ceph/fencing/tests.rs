@@ -22,11 +22,12 @@ fn entry(has: &RegisteredNode) -> NodeEntry {
 
 #[test]
 fn a_node_registers_its_client_only_while_published() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
+    let io = &pool.io;
     let uuid = Uuid::new_v4();
-    let nodes = RegisteredNodes::of(&io, uuid);
+    let nodes = RegisteredNodes::of(io, uuid);
     assert!(
         nodes.publish("a", Writer).unwrap_err().is_not_found(),
         "no volume"
@@ -66,11 +67,12 @@ fn a_node_registers_its_client_only_while_published() {
 
 #[test]
 fn a_node_being_unpublished_registers_no_client() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
+    let io = &pool.io;
     let uuid = Uuid::new_v4();
-    let nodes = RegisteredNodes::of(&io, uuid);
+    let nodes = RegisteredNodes::of(io, uuid);
     io.omap_set(&entry_of(uuid), &[("csi.volname", "v")])
         .unwrap();
     assert_eq!(nodes.publish("a", Writer).unwrap(), None);
@@ -171,10 +173,11 @@ proptest! {
 
 #[test]
 fn a_fence_stays_until_it_is_lifted() {
-    let Some(TestPool { io, cluster }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
-    let fences = Fences::of(&io);
+    let (io, cluster) = (&pool.io, &pool.cluster);
+    let fences = Fences::of(io);
     assert_eq!(fences.list().unwrap(), []);
     let fence = Fence {
         node: "a".to_owned(),

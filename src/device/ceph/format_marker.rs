@@ -199,14 +199,15 @@ mod tests {
     #[test]
     fn a_format_marker_is_seen_by_every_node() {
         use FormatKind::{FileSystem, Luks};
-        let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+        let Some(pool) = TestPool::new() else {
             return;
         };
-        rbd::create(&io, "image", MIB, &plain()).unwrap();
-        let one = marker(&io, "image");
+        let io = &pool.io;
+        rbd::create(io, "image", MIB, &plain()).unwrap();
+        let one = marker(io, "image");
         assert!(!one.format_in_progress(FileSystem, "v").unwrap());
         one.set(FileSystem, "v").unwrap();
-        let early = marker(&io, "image");
+        let early = marker(io, "image");
         for node in [&one, &early] {
             assert!(node.format_in_progress(FileSystem, "v").unwrap());
             assert!(!node.format_in_progress(FileSystem, "w").unwrap());
@@ -216,7 +217,7 @@ mod tests {
         // It looked before that was over.
         assert!(!early.format_in_progress(FileSystem, "v").unwrap());
         early.clear().unwrap();
-        let late = marker(&io, "image");
+        let late = marker(io, "image");
         assert!(!late.format_in_progress(FileSystem, "v").unwrap());
         // As a node that waits until the other has released the image.
         one.set(Luks, "v").unwrap();
@@ -227,7 +228,7 @@ mod tests {
         assert_eq!(late.header.metadata_get(KEY).unwrap(), None);
         // In the words of Ceph's own program.
         late.set(FileSystem, "v").unwrap();
-        let image = Image::open(&io, "image", OpenMode::ReadOnly).unwrap();
+        let image = Image::open(io, "image", OpenMode::ReadOnly).unwrap();
         let said = image.metadata_list().unwrap();
         let id = image.id().unwrap();
         assert_eq!(
@@ -238,17 +239,18 @@ mod tests {
 
     #[test]
     fn a_format_marker_copied_by_a_clone_is_ignored() {
-        let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+        let Some(pool) = TestPool::new() else {
             return;
         };
-        rbd::create(&io, "image", MIB, &plain()).unwrap();
-        marker(&io, "image")
+        let io = &pool.io;
+        rbd::create(io, "image", MIB, &plain()).unwrap();
+        marker(io, "image")
             .set(FormatKind::FileSystem, "v")
             .unwrap();
-        let image = Image::open(&io, "image", OpenMode::ReadWrite).unwrap();
+        let image = Image::open(io, "image", OpenMode::ReadWrite).unwrap();
         image.snapshot_create("half").unwrap();
-        rbd::clone_snapshot(&io, "image", "half", &io, "clone", &plain()).unwrap();
-        let clone = marker(&io, "clone");
+        rbd::clone_snapshot(io, "image", "half", io, "clone", &plain()).unwrap();
+        let clone = marker(io, "clone");
         assert!(clone.may_be_set.load(Relaxed), "a clone has its parent's");
         assert!(
             !clone
@@ -263,7 +265,7 @@ mod tests {
                 .unwrap()
         );
         clone.clear().unwrap();
-        let parent = marker(&io, "image");
+        let parent = marker(io, "image");
         assert!(
             parent
                 .format_in_progress(FormatKind::FileSystem, "v")

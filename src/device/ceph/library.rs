@@ -317,13 +317,14 @@ mod tests {
 
     #[test]
     fn one_rotation_of_a_key_at_a_time_has_ceph_csi_s_lock() {
-        let Some(TestPool { cluster, io }) = TestPool::new() else {
+        let Some(pool) = TestPool::new() else {
             return;
         };
-        rbd::create(&io, "image", 1 << 20, &ImageOptions::default()).unwrap();
-        let images = [(); 2].map(|()| queried(&cluster, &io, "image"));
+        let (io, cluster) = (&pool.io, &pool.cluster);
+        rbd::create(io, "image", 1 << 20, &ImageOptions::default()).unwrap();
+        let images = [(); 2].map(|()| queried(cluster, io, "image"));
         let lock = |one: usize, node: &str| images[one].lock_rotation("volume", node);
-        let other = connect(&cluster);
+        let other = connect(cluster);
         let other = other.ioctx(&*cluster.pool, io.namespace()).unwrap();
         let of_ceph_csi = || {
             let cookie = "volume-enc-key-rotate";
@@ -357,12 +358,13 @@ mod tests {
 
     #[test]
     fn a_client_that_has_the_image_open_for_a_moment_is_waited_for() {
-        let Some(TestPool { cluster, io }) = TestPool::new() else {
+        let Some(pool) = TestPool::new() else {
             return;
         };
-        rbd::create(&io, "grown", 1 << 20, &ImageOptions::default()).unwrap();
-        let queried = queried(&cluster, &io, "grown");
-        let other = connect(&cluster)
+        let (io, cluster) = (&pool.io, &pool.cluster);
+        rbd::create(io, "grown", 1 << 20, &ImageOptions::default()).unwrap();
+        let queried = queried(cluster, io, "grown");
+        let other = connect(cluster)
             .ioctx(&cluster.pool, io.namespace())
             .unwrap();
         let opened = rbd::Image::open(&other, "grown", OpenMode::ReadWrite).unwrap();

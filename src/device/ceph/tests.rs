@@ -174,10 +174,11 @@ fn a_mark_names_the_volume_of_a_mapped_image() {
 /// The cluster of the other site has the same id, and its pool another.
 #[test]
 fn an_image_is_mapped_under_the_pool_s_id_in_the_cluster_that_has_it() {
-    let Some(TestPool { cluster, io }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
-    rbd::create(&io, "image", 1 << 20, &rbd::ImageOptions::default()).unwrap();
+    let (io, cluster) = (&pool.io, &pool.cluster);
+    rbd::create(io, "image", 1 << 20, &rbd::ImageOptions::default()).unwrap();
     let home = Home::new();
     let at = |name: &str| home.dir.path().join(name);
     let entry = json!({
@@ -192,7 +193,7 @@ fn an_image_is_mapped_under_the_pool_s_id_in_the_cluster_that_has_it() {
     let handle = format!("0001-0004-ours-{there:016x}-36eaa70e-eb63-11ea-8e79-246e96907f74");
     let source = CephSource::from_stage_file(stage_file.as_bytes(), &handle).unwrap();
     let bound = home.images.bind(&source);
-    let user = testing::credentials(&cluster);
+    let user = testing::credentials(cluster);
     let secrets = [
         ("userID", user.user.as_str()),
         ("userKey", user.key.reveal()),

@@ -98,10 +98,11 @@ fn a_cluster_that_is_silent_costs_the_timeout() {
 
 #[test]
 fn one_connection_at_a_time_has_a_lock() {
-    let Some(TestPool { io, cluster }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
-    let other = connect(&cluster);
+    let (io, cluster) = (&pool.io, &pool.cluster);
+    let other = connect(cluster);
     let other = other.ioctx(io.pool(), io.namespace()).unwrap();
     let long = Duration::from_secs(600);
     let held = io.try_lock("o", "l", "", long).unwrap().unwrap();
@@ -123,9 +124,10 @@ fn one_connection_at_a_time_has_a_lock() {
 
 #[test]
 fn keys_are_written_read_and_removed() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
+    let io = &pool.io;
     let create = WriteOp::new().create();
     io.operate("o", &create).unwrap();
     assert!(io.operate("o", &create).unwrap_err().is_exists());
@@ -153,9 +155,10 @@ fn keys_are_written_read_and_removed() {
 
 #[test]
 fn a_long_list_is_read_in_pages() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
+    let io = &pool.io;
     let keys: Vec<_> = (0..2500).map(|nr| format!("key.{nr:05}")).collect();
     let entries: Vec<_> = keys.iter().map(|key| (key.as_str(), "v")).collect();
     io.omap_set("long", &entries).unwrap();
@@ -170,9 +173,10 @@ fn a_long_list_is_read_in_pages() {
 
 #[test]
 fn changes_are_made_together_or_not_at_all() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
+    let io = &pool.io;
     io.operate("o", &WriteOp::new().create()).unwrap();
     let absent = WriteOp::new().compare("k", "").set([("k", "mine")]);
     io.operate("o", &absent).unwrap();
@@ -189,9 +193,10 @@ fn changes_are_made_together_or_not_at_all() {
 
 #[test]
 fn many_threads_share_a_connection() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
+    let io = &pool.io;
     let won = thread::scope(|scope| {
         let claim = || io.operate("one", &WriteOp::new().create()).is_ok();
         let threads: Vec<_> = (0..16).map(|_| scope.spawn(claim)).collect();

@@ -66,19 +66,20 @@ fn an_image_is_made_as_it_is_asked_for() {
 
 #[test]
 fn an_image_grows_and_never_shrinks() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
-    create(&io, "grows", MIB, &plain()).unwrap();
-    let image = Image::open(&io, "grows", OpenMode::ReadWrite).unwrap();
+    let io = &pool.io;
+    create(io, "grows", MIB, &plain()).unwrap();
+    let image = Image::open(io, "grows", OpenMode::ReadWrite).unwrap();
     for size in [2 * MIB, 2 * MIB, 3 * MIB] {
         image.grow(size).unwrap();
         assert_eq!(image.size().unwrap(), size);
     }
     assert!(image.grow(MIB).unwrap_err().is_invalid());
-    let reader = Image::open(&io, "grows", OpenMode::ReadOnly).unwrap();
+    let reader = Image::open(io, "grows", OpenMode::ReadOnly).unwrap();
     assert_eq!(reader.grow(4 * MIB).unwrap_err().errno(), Some(Errno::ROFS));
-    let missing = Image::open(&io, "missing", OpenMode::ReadOnly).unwrap_err();
+    let missing = Image::open(io, "missing", OpenMode::ReadOnly).unwrap_err();
     assert!(missing.is_not_found());
 }
 
@@ -118,12 +119,13 @@ impl Callback {
 
 #[test]
 fn an_image_is_closed_after_the_callbacks_that_have_begun() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
-    create(&io, "image", MIB, &plain()).unwrap();
-    let image = Image::open(&io, "image", OpenMode::ReadOnly).unwrap();
-    let tell = Callback::begin(&io);
+    let io = &pool.io;
+    create(io, "image", MIB, &plain()).unwrap();
+    let image = Image::open(io, "image", OpenMode::ReadOnly).unwrap();
+    let tell = Callback::begin(io);
     let (closed, is_closed) = channel();
     let closing = std::thread::spawn(move || {
         drop(image);
@@ -137,13 +139,14 @@ fn an_image_is_closed_after_the_callbacks_that_have_begun() {
 
 #[test]
 fn a_client_that_has_the_image_open_is_a_watcher() {
-    let Some(TestPool { io, cluster }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
-    create(&io, "watched", MIB, &plain()).unwrap();
-    let reader = Image::open(&io, "watched", OpenMode::ReadOnly).unwrap();
+    let (io, cluster) = (&pool.io, &pool.cluster);
+    create(io, "watched", MIB, &plain()).unwrap();
+    let reader = Image::open(io, "watched", OpenMode::ReadOnly).unwrap();
     assert_eq!(reader.watchers().unwrap(), []);
-    let other = crate::ceph::testing::connect(&cluster);
+    let other = crate::ceph::testing::connect(cluster);
     let other_io = other.ioctx(&cluster.pool, io.namespace()).unwrap();
     let image = Image::open(&other_io, "watched", OpenMode::ReadWrite).unwrap();
     let watchers = reader.watchers().unwrap();
@@ -151,7 +154,7 @@ fn a_client_that_has_the_image_open_is_a_watcher() {
     assert!(!watchers[0].own);
     assert_eq!(u64::try_from(watchers[0].client), Ok(other.instance_id()));
     assert!(watchers[0].address.contains(":0/"), "{watchers:?}");
-    let busy = trash::move_image(&io, "watched", Duration::ZERO);
+    let busy = trash::move_image(io, "watched", Duration::ZERO);
     drop(image);
     // Without the exclusive lock a watcher does not prevent the move.
     assert!(busy.is_ok());
@@ -221,22 +224,23 @@ fn only_a_client_that_watches_the_mirrored_images_is_a_mirror_daemon() {
 
 #[test]
 fn clones_live_without_their_snapshot_and_parent() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
-    create(&io, "parent", 8 * MIB, &plain()).unwrap();
-    let parent = Image::open(&io, "parent", OpenMode::ReadWrite).unwrap();
+    let io = &pool.io;
+    create(io, "parent", 8 * MIB, &plain()).unwrap();
+    let parent = Image::open(io, "parent", OpenMode::ReadWrite).unwrap();
     parent.snapshot_create("snap").unwrap();
     assert!(parent.snapshot_create("snap").unwrap_err().is_exists());
     let made = parent.snapshots().unwrap();
     assert_eq!(made.len(), 1);
     assert_eq!((made[0].name.as_str(), made[0].size), ("snap", 8 * MIB));
     assert_eq!(made[0].kind, SnapshotKind::User);
-    clone_snapshot(&io, "parent", "snap", &io, "child", &plain()).unwrap();
-    let again = clone_snapshot(&io, "parent", "snap", &io, "child", &plain());
+    clone_snapshot(io, "parent", "snap", io, "child", &plain()).unwrap();
+    let again = clone_snapshot(io, "parent", "snap", io, "child", &plain());
     assert!(again.unwrap_err().is_exists());
     let id = parent.id().unwrap();
-    let child = Image::open(&io, "child", OpenMode::ReadWrite).unwrap();
+    let child = Image::open(io, "child", OpenMode::ReadWrite).unwrap();
     let children = parent.children().unwrap();
     assert_eq!(children.len(), 1);
     assert_eq!(children[0].id, child.id().unwrap());
@@ -245,10 +249,10 @@ fn clones_live_without_their_snapshot_and_parent() {
     parent.snapshot_remove("snap").unwrap();
     assert_eq!(parent.snapshots().unwrap()[0].kind, SnapshotKind::Trash);
     drop(parent);
-    trash::move_image(&io, "parent", Duration::ZERO).unwrap();
-    assert!(trash::remove(&io, &id, false).is_err());
+    trash::move_image(io, "parent", Duration::ZERO).unwrap();
+    assert!(trash::remove(io, &id, false).is_err());
     drop(child);
-    let child = Image::open(&io, "child", OpenMode::ReadWrite).unwrap();
+    let child = Image::open(io, "child", OpenMode::ReadWrite).unwrap();
     let of = child.parent().unwrap().unwrap();
     assert_eq!(
         (of.image.id.as_str(), of.kind),
@@ -258,46 +262,48 @@ fn clones_live_without_their_snapshot_and_parent() {
     child.flatten().unwrap();
     assert_eq!(child.parent().unwrap(), None);
     assert!(child.flatten().unwrap_err().is_invalid());
-    trash::remove(&io, &id, false).unwrap();
+    trash::remove(io, &id, false).unwrap();
 }
 
 #[test]
 fn an_image_in_the_trash_is_listed_until_removed() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
-    create(&io, "a", MIB, &plain()).unwrap();
-    let id = Image::open(&io, "a", OpenMode::ReadOnly)
+    let io = &pool.io;
+    create(io, "a", MIB, &plain()).unwrap();
+    let id = Image::open(io, "a", OpenMode::ReadOnly)
         .unwrap()
         .id()
         .unwrap();
-    trash::move_image(&io, "a", Duration::from_secs(3600)).unwrap();
+    trash::move_image(io, "a", Duration::from_secs(3600)).unwrap();
     assert!(
-        trash::move_image(&io, "a", Duration::ZERO)
+        trash::move_image(io, "a", Duration::ZERO)
             .unwrap_err()
             .is_not_found()
     );
-    assert_eq!(list(&io).unwrap(), []);
-    let found = trash::get(&io, &id).unwrap();
+    assert_eq!(list(io).unwrap(), []);
+    let found = trash::get(io, &id).unwrap();
     assert_eq!((found.id.as_str(), found.name.as_str()), (id.as_str(), "a"));
     assert!(found.deferred_until > found.deleted);
-    assert_eq!(trash::list(&io).unwrap(), [found]);
-    assert!(trash::remove(&io, &id, false).is_err());
-    let open = Image::open_by_id(&io, &id, OpenMode::ReadOnly).unwrap();
+    assert_eq!(trash::list(io).unwrap(), [found]);
+    assert!(trash::remove(io, &id, false).is_err());
+    let open = Image::open_by_id(io, &id, OpenMode::ReadOnly).unwrap();
     assert_eq!(open.size().unwrap(), MIB);
     drop(open);
-    trash::remove(&io, &id, true).unwrap();
-    assert!(trash::remove(&io, &id, false).unwrap_err().is_not_found());
-    assert!(trash::get(&io, &id).unwrap_err().is_not_found());
+    trash::remove(io, &id, true).unwrap();
+    assert!(trash::remove(io, &id, false).unwrap_err().is_not_found());
+    assert!(trash::get(io, &id).unwrap_err().is_not_found());
 }
 
 #[test]
 fn metadata_is_kept_with_the_image() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
-    create(&io, "described", MIB, &plain()).unwrap();
-    let image = Image::open(&io, "described", OpenMode::ReadWrite).unwrap();
+    let io = &pool.io;
+    create(io, "described", MIB, &plain()).unwrap();
+    let image = Image::open(io, "described", OpenMode::ReadWrite).unwrap();
     assert!(image.metadata_list().unwrap().is_empty());
     let long = "x".repeat(9000);
     image.metadata_set("k", &long).unwrap();
@@ -316,14 +322,15 @@ fn metadata_is_kept_with_the_image() {
 
 #[test]
 fn lists_longer_than_their_first_buffer_are_whole() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
+    let io = &pool.io;
     for nr in 0..20 {
-        create(&io, &format!("i{nr}"), MIB, &plain()).unwrap();
+        create(io, &format!("i{nr}"), MIB, &plain()).unwrap();
     }
-    assert_eq!(list(&io).unwrap().len(), 20);
-    let image = Image::open(&io, "i0", OpenMode::ReadWrite).unwrap();
+    assert_eq!(list(io).unwrap().len(), 20);
+    let image = Image::open(io, "i0", OpenMode::ReadWrite).unwrap();
     for nr in 0..20 {
         image.snapshot_create(&format!("s{nr}")).unwrap();
     }
@@ -332,9 +339,10 @@ fn lists_longer_than_their_first_buffer_are_whole() {
 
 #[test]
 fn namespaces_are_made_once() {
-    let Some(TestPool { io, cluster: _test }) = TestPool::new() else {
+    let Some(pool) = TestPool::new() else {
         return;
     };
+    let io = &pool.io;
     let pool = io.cluster().ioctx(io.pool_id(), "").unwrap();
     assert!(
         create_namespace(&pool, io.namespace())
