@@ -17,6 +17,7 @@ pub fn first(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
     let case = over.title("life of a 1 GiB ext4, the first, with mkfs");
     let lives = Lives::new(rig, over, "first", "ext4", 1).with_bare(over, BareContent::Blank);
     lives.measure(criterion, &case, 10, Some(over));
+    lives.compare_with_bare(&case, Some(over));
 }
 
 /// The life of a volume that is formatted already.
@@ -24,7 +25,7 @@ pub fn formatted<'a>(criterion: &mut Criterion, rig: &'a Rig, over: &dyn Backend
     let case = over.title("life of a 1 GiB ext4, formatted");
     let lives = Lives::new(rig, over, "again", "ext4", 1).formatted(over);
     lives.measure(criterion, &case, 20, None);
-    lives.compare_with_bare(&case);
+    lives.compare_with_bare(&case, None);
     lives
 }
 
@@ -38,7 +39,7 @@ pub fn at_once<'a>(
     let case = over.title(&format!("{many} lives at once, formatted"));
     let lives = Lives::new(rig, over, "many", "ext4", many).formatted(over);
     lives.measure(criterion, &case, 10, None);
-    lives.compare_with_bare(&case);
+    lives.compare_with_bare(&case, None);
     lives
 }
 
@@ -47,6 +48,7 @@ pub fn raw(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
     let case = over.title("life of a raw block device");
     let lives = Lives::new(rig, over, "raw", "block", 1).with_bare(over, BareContent::Raw);
     lives.measure(criterion, &case, 20, None);
+    lives.compare_with_bare(&case, None);
 }
 
 /// Volumes that live at once, and their like for the programs.
@@ -102,28 +104,13 @@ impl<'a> Lives<'a> {
         samples: usize,
         blank: Option<&dyn Backend>,
     ) {
-        let before = |name: &str| {
-            if let Some(over) = blank {
-                over.blank(name, SIZE);
-            }
-        };
-        let before_bare = |exec: &ByExec| {
-            if let Some(over) = blank {
-                // Made anew, it is blank.
-                drop(over.bare_device(&exec.name, SIZE));
-            }
-        };
         let mut group = criterion.benchmark_group(case);
         group.sample_size(samples);
         self.rig.measure_life(
             &mut group,
             case,
             "socket",
-            || {
-                self.volumes
-                    .iter()
-                    .for_each(|volume| before(&volume.handle));
-            },
+            || self.blank_for_socket(blank),
             || self.up_by_socket(),
             || self.down_by_socket(),
         );
@@ -131,7 +118,7 @@ impl<'a> Lives<'a> {
             &mut group,
             case,
             "bare",
-            || self.execs.iter().for_each(before_bare),
+            || self.blank_for_bare(blank),
             || self.up_bare(),
             || self.down_bare(),
         );
@@ -139,19 +126,47 @@ impl<'a> Lives<'a> {
             &mut group,
             case,
             "exec",
-            || self.execs.iter().for_each(|exec| before(&exec.name)),
+            || {
+                if let Some(over) = blank {
+                    self.execs
+                        .iter()
+                        .for_each(|exec| over.blank(&exec.name, SIZE));
+                }
+            },
             || self.up_by_exec(),
             || self.down_by_exec(),
         );
         group.finish();
     }
 
-    fn compare_with_bare(&self, case: &str) {
-        let bare = || {
-            let rig = self.rig;
-            rig.time_of_life(|| self.up_bare(), || self.down_bare())
+    fn blank_for_socket(&self, blank: Option<&dyn Backend>) {
+        if let Some(over) = blank {
+            self.volumes
+                .iter()
+                .for_each(|volume| over.blank(&volume.handle, SIZE));
+        }
+    }
+
+    fn blank_for_bare(&self, blank: Option<&dyn Backend>) {
+        if let Some(over) = blank {
+            // Made anew, it is blank.
+            self.execs
+                .iter()
+                .for_each(|exec| drop(over.bare_device(&exec.name, SIZE)));
+        }
+    }
+
+    fn compare_with_bare(&self, case: &str, blank: Option<&dyn Backend>) {
+        let by_socket = || {
+            self.blank_for_socket(blank);
+            self.time_by_socket()
         };
-        self.rig.compare(case, || self.time_by_socket(), bare);
+        let bare = || {
+            self.blank_for_bare(blank);
+            self.rig
+                .time_of_life(|| self.up_bare(), || self.down_bare())
+        };
+        self.rig.compare(case, by_socket, bare);
     }
 
     /// Compares with the bare calls and as many empty calls, on new connections, as a life

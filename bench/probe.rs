@@ -11,7 +11,7 @@ use criterion::Criterion;
 use testkit::{MIB, run};
 use uring_csi::internals::{Content, Prober, classify, regions};
 
-use crate::rig::Rig;
+use crate::rig::{Rig, timed};
 
 const DEVICES: usize = 32;
 const SIZE: u64 = 64 * MIB;
@@ -35,20 +35,22 @@ pub fn devices(criterion: &mut Criterion, rig: &Rig) {
         .collect();
 
     let prober = Prober::default();
-    rig.measure(&mut group, CASE, "in process", || {
+    let in_process = || {
         thread::scope(|scope| {
             for device in &devices {
                 scope.spawn(|| assert!(matches!(probe(&prober, device), Content::Fs(_))));
             }
         });
-    });
-    rig.measure(&mut group, CASE, "bare", || {
+    };
+    let bare = || {
         thread::scope(|scope| {
             for device in &devices {
                 scope.spawn(|| read_one_by_one(device));
             }
         });
-    });
+    };
+    rig.measure(&mut group, CASE, "in process", in_process);
+    rig.measure(&mut group, CASE, "bare", bare);
     rig.measure(&mut group, CASE, "exec", || {
         thread::scope(|scope| {
             for device in &devices {
@@ -56,10 +58,11 @@ pub fn devices(criterion: &mut Criterion, rig: &Rig) {
             }
         });
     });
+    group.finish();
+    rig.compare(CASE, || timed(in_process), || timed(bare));
     for device in &devices {
         run(&["losetup", "-d", device]);
     }
-    group.finish();
 }
 
 fn open(device: &str) -> File {

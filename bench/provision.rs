@@ -16,13 +16,11 @@ use crate::{
     backends::SIZE,
     ceph::{CREATE, Ceph, ID},
     life::on_threads,
-    rig::Rig,
+    rig::{Rig, timed},
 };
 
 /// So many at once.
 pub fn create_and_delete(criterion: &mut Criterion, rig: &Rig, ceph: &Ceph, many: usize) {
-    let create = format!("Ceph: CreateVolume, {many} at once");
-    let delete = format!("Ceph: DeleteVolume, {many} at once");
     let library = Library::new(ceph);
 
     let mut setup = ControllerSetup::new(&rig.sandbox);
@@ -34,82 +32,112 @@ pub fn create_and_delete(criterion: &mut Criterion, rig: &Rig, ceph: &Ceph, many
         .runtime
         .block_on(Controller::start_with(&rig.sandbox, setup));
     let made = RefCell::default();
-    let up = || {
+    let create_by_socket = || {
         let creates = (0..many).map(|_| controller.create(request(ceph)));
         *made.borrow_mut() = rig.runtime.block_on(join_all(creates));
     };
-    let down = || {
+    let delete_by_socket = || {
         let made = made.take().into_iter().map(|made| made.expect("a volume"));
         let deletes = made.map(async |made| controller.delete(&made.volume_id).await);
         for deleted in rig.runtime.block_on(join_all(deletes)) {
             deleted.expect("deleted");
         }
     };
-    let emptied = || library.wait_for_empty_trash();
-    let mut group = criterion.benchmark_group(&create);
-    rig.measure_between(
-        &mut group,
-        &create,
-        "socket",
-        || {},
-        up,
-        || {
-            down();
-            emptied();
-        },
-    );
-    group.finish();
-    let mut group = criterion.benchmark_group(&delete);
-    rig.measure_between(&mut group, &delete, "socket", up, down, emptied);
-    group.finish();
+    let by_socket = Way {
+        name: "socket",
+        create: &create_by_socket,
+        delete: &delete_by_socket,
+        after: &|| library.wait_for_empty_trash(),
+    };
+    by_socket.measure(criterion, rig, many);
 
-    let made = RefCell::default();
-    let up = || *made.borrow_mut() = on_threads(0..many, |_| library.create());
+    let of_library = RefCell::default();
+    let create_by_library = || *of_library.borrow_mut() = on_threads(0..many, |_| library.create());
     let ids = RefCell::default();
-    let down =
-        || *ids.borrow_mut() = on_threads(made.take().into_iter(), |made| library.delete(&made));
-    let emptied = || {
+    let delete_by_library = || {
+        let made: Vec<Made> = of_library.take();
+        *ids.borrow_mut() = on_threads(made.into_iter(), |made| library.delete(&made));
+    };
+    let removed = || {
         let ids: Vec<String> = ids.take();
         for id in &ids {
             library.remove(id);
         }
     };
-    let mut group = criterion.benchmark_group(&create);
-    rig.measure_between(
-        &mut group,
-        &create,
-        "library",
-        || {},
-        up,
-        || {
-            down();
-            emptied();
-        },
+    let by_library = Way {
+        name: "library",
+        create: &create_by_library,
+        delete: &delete_by_library,
+        after: &removed,
+    };
+    by_library.measure(criterion, rig, many);
+
+    rig.compare(
+        &format!("Ceph: CreateVolume and DeleteVolume, {many} at once, to the library"),
+        || by_socket.timed(),
+        || by_library.timed(),
     );
-    group.finish();
-    let mut group = criterion.benchmark_group(&delete);
-    rig.measure_between(&mut group, &delete, "library", up, down, emptied);
-    group.finish();
 
     let image = |n| format!("{}/exec-{n}", ceph.cluster.pool);
-    let up = || {
+    let create_by_exec = || {
         on_threads(0..many, |n| {
             let image = image(n);
             ceph.cluster
                 .rbd(&[&CREATE[..], &["--size", "1G", &image]].concat())
         });
     };
-    let down = || {
+    let delete_by_exec = || {
         on_threads(0..many, |n| {
             ceph.cluster.rbd(&["rm", "--no-progress", &image(n)])
         });
     };
-    let mut group = criterion.benchmark_group(&create);
-    rig.measure_between(&mut group, &create, "exec", || {}, up, down);
-    group.finish();
-    let mut group = criterion.benchmark_group(&delete);
-    rig.measure_between(&mut group, &delete, "exec", up, down, || {});
-    group.finish();
+    let by_exec = Way {
+        name: "exec",
+        create: &create_by_exec,
+        delete: &delete_by_exec,
+        after: &|| {},
+    };
+    by_exec.measure(criterion, rig, many);
+}
+
+/// One way to create volumes and to delete them.
+struct Way<'a> {
+    name: &'static str,
+    create: &'a dyn Fn(),
+    delete: &'a dyn Fn(),
+    /// What is not timed.
+    after: &'a dyn Fn(),
+}
+
+impl Way<'_> {
+    /// Each of the two alone.
+    fn measure(&self, criterion: &mut Criterion, rig: &Rig, many: usize) {
+        let Self {
+            name,
+            create,
+            delete,
+            after,
+        } = self;
+        let case = format!("Ceph: CreateVolume, {many} at once");
+        let mut group = criterion.benchmark_group(&case);
+        let back = || {
+            delete();
+            after();
+        };
+        rig.measure_between(&mut group, &case, name, || {}, create, back);
+        group.finish();
+        let case = format!("Ceph: DeleteVolume, {many} at once");
+        let mut group = criterion.benchmark_group(&case);
+        rig.measure_between(&mut group, &case, name, create, delete, after);
+        group.finish();
+    }
+
+    /// The time of both.
+    fn timed(&self) -> Duration {
+        let took = timed(self.create) + timed(self.delete);
+        (self.after)();
+        took
+    }
 }
 
 fn request(ceph: &Ceph) -> CreateVolumeRequest {
