@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, path::PathBuf};
 use clap::Args;
 use serde::Serialize;
 
-use super::report::{Report, in_ms};
+use super::report::{LoadShape, OriginShape, Report, in_ms};
 use crate::cli::{
     answer::{Answer, table},
     error::CliError,
@@ -111,11 +111,25 @@ fn differences(first: &Report, second: &Report) -> Vec<String> {
     let (a, b) = (&first.load, &second.load);
     check("callers", a.callers.to_string(), b.callers.to_string());
     check("volumes", a.volumes.to_string(), b.volumes.to_string());
+    let made = |created: bool| if created { "created" } else { "given" }.to_owned();
+    check("their origin", made(a.created), made(b.created));
+    if let (Some(a), Some(b)) = (&a.origin, &b.origin) {
+        let size = |of: &OriginShape| format!("{} bytes", of.size_bytes);
+        check("size", size(a), size(b));
+        let parameters = |of: &OriginShape| format!("{:?}", of.parameters);
+        check("parameters", parameters(a), parameters(b));
+        let source = |of: &OriginShape| of.copy_of.clone().unwrap_or("nothing".to_owned());
+        check("what they copy", source(a), source(b));
+    }
     check(
         "access",
         format!("{:?}", a.access),
         format!("{:?}", b.access),
     );
+    let options = |load: &LoadShape| format!("{:?}", load.mount_options);
+    check("mount options", options(a), options(b));
+    let timeout = |load: &LoadShape| format!("{} s", load.timeout_seconds);
+    check("timeout", timeout(a), timeout(b));
     let kept = |kept: bool| if kept { "kept" } else { "for each call" }.to_owned();
     check(
         "connections",
@@ -210,6 +224,36 @@ mod tests {
             text.contains("NodeStageVolume p50         ms    2.000  1.000   0.50"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn a_difference_of_load_is_named() {
+        let mut other = sample();
+        let load = &mut other["load"];
+        load["timeout_seconds"] = json!(60.0);
+        load["mount_options"] = json!(["discard"]);
+        load["origin"] =
+            json!({"size_bytes": 8192, "parameters": {"pool": "fast"}, "copy_of": "v"});
+        let text = Comparison::of(&report(sample()), &report(other)).text();
+        for difference in [
+            "size: 4096 bytes and 8192 bytes",
+            r#"parameters: {} and {"pool": "fast"}"#,
+            "what they copy: nothing and v",
+            r#"mount options: [] and ["discard"]"#,
+            "timeout: 120 s and 60 s",
+        ] {
+            let sentence = format!("the runs differ in {difference}");
+            assert!(text.contains(&sentence), "{sentence} is not in\n{text}");
+        }
+        let mut given = sample();
+        given["load"]["created"] = json!(false);
+        given["load"].as_object_mut().unwrap().remove("origin");
+        let text = Comparison::of(&report(sample()), &report(given)).text();
+        assert!(
+            text.contains("differ in their origin: created and given"),
+            "{text}"
+        );
+        assert!(!text.contains("size"), "{text}");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The report of a run: the form that `bench compare` reads, and its text.
 
-use std::{fs, io, path::Path};
+use std::{collections::BTreeMap, fs, io, path::Path};
 
 use serde::{Deserialize, Serialize};
 
@@ -57,7 +57,24 @@ pub struct LoadShape {
     pub kept_connection: bool,
     /// `ext4`, `block`; empty for the driver's default. Of the first volume.
     pub access: String,
+    /// Sorted. Of the first volume.
+    #[serde(default)]
+    pub mount_options: Vec<String>,
     pub timeout_seconds: f64,
+    /// Of created volumes; none in reports of older releases.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub origin: Option<OriginShape>,
+}
+
+/// How the volumes of a run were created.
+#[derive(Debug, Deserialize, PartialEq, Serialize)]
+pub struct OriginShape {
+    pub size_bytes: i64,
+    /// Of CreateVolume.
+    pub parameters: BTreeMap<String, String>,
+    /// The snapshot or the volume that they are copies of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy_of: Option<String>,
 }
 
 impl Report {
@@ -115,7 +132,7 @@ impl Report {
                 .map_or(String::new(), |ms| format!("; {ms:.2} ms a cycle"))
         );
         let memory = format!(
-            "{} resident ({} before), {} at most; {} of its own ({} before)",
+            "{} resident ({} before; {} at most since its start), {} of its own ({} before)",
             kib(after.resident_kib),
             kib(before.resident_kib),
             kib(after.peak_resident_kib),

@@ -11,7 +11,7 @@ use super::{
     in_use::Used,
     place::{Creation, KUBELET_DIR, PREFIX, Place},
     process::Process,
-    report::{Driver, FORMAT, LoadShape, Report},
+    report::{Driver, FORMAT, LoadShape, OriginShape, Report},
     samples::Call,
     session::{Measured, Session},
     volumes::{self, BenchVolume, ListedVolume, MAX_VOLUMES},
@@ -162,7 +162,7 @@ impl Run {
         let id = format!("{PREFIX}{}", Uuid::new_v4().simple());
         let place = Place::make(&self.kubelet_dir, &id)?;
         let volumes = self.volumes_in(&place, &id, given, context)?;
-        let access = access(&volumes[0].capability);
+        let (access, mount_options) = access(&volumes[0].capability);
         let load = Load {
             endpoint: endpoint.clone(),
             timeout: context.node_socket.timeout,
@@ -179,7 +179,9 @@ impl Run {
             created: self.create.is_some(),
             kept_connection: self.kept_connection,
             access,
+            mount_options,
             timeout_seconds: load.timeout.as_secs_f64(),
+            origin: self.create.map(|_| origin(self.size, &self.origin)),
         };
         let creation = Creation {
             size: self.size,
@@ -311,11 +313,23 @@ async fn driver(context: &Context) -> Result<Driver, CliError> {
     })
 }
 
-fn access(capability: &VolumeCapability) -> String {
+fn access(capability: &VolumeCapability) -> (String, Vec<String>) {
     match &capability.access_type {
-        Some(AccessType::Block(_)) => "block".to_owned(),
-        Some(AccessType::Mount(mount)) => mount.fs_type.clone(),
-        None => String::new(),
+        Some(AccessType::Block(_)) => ("block".to_owned(), Vec::new()),
+        Some(AccessType::Mount(mount)) => {
+            let mut options = mount.mount_flags.clone();
+            options.sort_unstable();
+            (mount.fs_type.clone(), options)
+        }
+        None => (String::new(), Vec::new()),
+    }
+}
+
+fn origin(size: Size, from: &NewVolumeArgs) -> OriginShape {
+    OriginShape {
+        size_bytes: size.bytes(),
+        parameters: from.parameters().into_iter().collect(),
+        copy_of: from.from_snapshot.clone().or(from.from_volume.clone()),
     }
 }
 

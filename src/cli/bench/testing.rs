@@ -13,7 +13,8 @@ pub fn sample() -> Value {
         "driver": {"name": "d", "version": "1", "endpoint": "unix:///x"},
         "load": {
             "callers": 1, "volumes": 2, "created": true, "kept_connection": false,
-            "access": "ext4", "timeout_seconds": 120.0,
+            "access": "ext4", "mount_options": [], "timeout_seconds": 120.0,
+            "origin": {"size_bytes": 4096, "parameters": {}},
         },
         "seconds": 2.0, "cycles": 10, "failed_cycles": 1, "cycles_per_second": 5.0,
         "interrupted": false,
