@@ -15,17 +15,18 @@ use crate::{
 /// The first life of a blank volume of 1 GiB, with mkfs.
 pub fn first(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
     let case = over.title("life of a 1 GiB ext4, the first, with mkfs");
-    let lives = Lives::new(rig, over, "first", "ext4", 1).with_bare(over, BareContent::Blank);
-    lives.measure(criterion, &case, 10, Some(over));
-    lives.compare_with_bare(&case, Some(over));
+    let mut lives = Lives::new(rig, over, "first", "ext4", 1).with_bare(over, BareContent::Blank);
+    lives.blanked_by = Some(over);
+    lives.measure(criterion, &case, 10);
+    lives.compare_with_bare(&case);
 }
 
 /// The life of a volume that is formatted already.
 pub fn formatted<'a>(criterion: &mut Criterion, rig: &'a Rig, over: &dyn Backend) -> Lives<'a> {
     let case = over.title("life of a 1 GiB ext4, formatted");
     let lives = Lives::new(rig, over, "again", "ext4", 1).formatted(over);
-    lives.measure(criterion, &case, 20, None);
-    lives.compare_with_bare(&case, None);
+    lives.measure(criterion, &case, 20);
+    lives.compare_with_bare(&case);
     lives
 }
 
@@ -38,8 +39,8 @@ pub fn at_once<'a>(
 ) -> Lives<'a> {
     let case = over.title(&format!("{many} lives at once, formatted"));
     let lives = Lives::new(rig, over, "many", "ext4", many).formatted(over);
-    lives.measure(criterion, &case, 10, None);
-    lives.compare_with_bare(&case, None);
+    lives.measure(criterion, &case, 10);
+    lives.compare_with_bare(&case);
     lives
 }
 
@@ -47,8 +48,8 @@ pub fn at_once<'a>(
 pub fn raw(criterion: &mut Criterion, rig: &Rig, over: &dyn Backend) {
     let case = over.title("life of a raw block device");
     let lives = Lives::new(rig, over, "raw", "block", 1).with_bare(over, BareContent::Raw);
-    lives.measure(criterion, &case, 20, None);
-    lives.compare_with_bare(&case, None);
+    lives.measure(criterion, &case, 20);
+    lives.compare_with_bare(&case);
 }
 
 /// Volumes that live at once, and their like for the programs.
@@ -61,6 +62,8 @@ pub struct Lives<'a> {
     devices: RefCell<Vec<String>>,
     /// Where the bare ones are.
     nodes: RefCell<Vec<PathBuf>>,
+    /// What makes the volumes blank before each life; none if they stay formatted.
+    blanked_by: Option<&'a dyn Backend>,
 }
 
 impl<'a> Lives<'a> {
@@ -77,6 +80,7 @@ impl<'a> Lives<'a> {
                 .collect(),
             devices: RefCell::default(),
             nodes: RefCell::default(),
+            blanked_by: None,
         }
     }
 
@@ -96,21 +100,14 @@ impl<'a> Lives<'a> {
         lives
     }
 
-    /// Each life begins with `blank` volumes, where that is given.
-    fn measure(
-        &self,
-        criterion: &mut Criterion,
-        case: &str,
-        samples: usize,
-        blank: Option<&dyn Backend>,
-    ) {
+    fn measure(&self, criterion: &mut Criterion, case: &str, samples: usize) {
         let mut group = criterion.benchmark_group(case);
         group.sample_size(samples);
         self.rig.measure_life(
             &mut group,
             case,
             "socket",
-            || self.blank_for_socket(blank),
+            || self.blank_for_socket(),
             || self.up_by_socket(),
             || self.down_by_socket(),
         );
@@ -118,7 +115,7 @@ impl<'a> Lives<'a> {
             &mut group,
             case,
             "bare",
-            || self.blank_for_bare(blank),
+            || self.blank_for_bare(),
             || self.up_bare(),
             || self.down_bare(),
         );
@@ -126,29 +123,25 @@ impl<'a> Lives<'a> {
             &mut group,
             case,
             "exec",
-            || {
-                if let Some(over) = blank {
-                    self.execs
-                        .iter()
-                        .for_each(|exec| over.blank(&exec.name, SIZE));
-                }
-            },
+            || self.blank(self.execs.iter().map(|exec| &exec.name)),
             || self.up_by_exec(),
             || self.down_by_exec(),
         );
         group.finish();
     }
 
-    fn blank_for_socket(&self, blank: Option<&dyn Backend>) {
-        if let Some(over) = blank {
-            self.volumes
-                .iter()
-                .for_each(|volume| over.blank(&volume.handle, SIZE));
+    fn blank<'n>(&self, names: impl Iterator<Item = &'n String>) {
+        if let Some(over) = self.blanked_by {
+            names.for_each(|name| over.blank(name, SIZE));
         }
     }
 
-    fn blank_for_bare(&self, blank: Option<&dyn Backend>) {
-        if let Some(over) = blank {
+    fn blank_for_socket(&self) {
+        self.blank(self.volumes.iter().map(|volume| &volume.handle));
+    }
+
+    fn blank_for_bare(&self) {
+        if let Some(over) = self.blanked_by {
             // Made anew, it is blank.
             self.execs
                 .iter()
@@ -156,13 +149,13 @@ impl<'a> Lives<'a> {
         }
     }
 
-    fn compare_with_bare(&self, case: &str, blank: Option<&dyn Backend>) {
+    fn compare_with_bare(&self, case: &str) {
         let by_socket = || {
-            self.blank_for_socket(blank);
+            self.blank_for_socket();
             self.time_by_socket()
         };
         let bare = || {
-            self.blank_for_bare(blank);
+            self.blank_for_bare();
             self.rig
                 .time_of_life(|| self.up_bare(), || self.down_bare())
         };
