@@ -73,6 +73,15 @@ impl Device {
             }
         }
     }
+
+    /// Whether another file is behind the loop device of its number. For other devices the
+    /// kernel does not tell: false. Asks sysfs, never the device.
+    pub fn number_is_reused(&self) -> bool {
+        let dev = self.encrypted.as_ref().map_or(self.dev, |under| under.dev);
+        matches!(self.backing, Backing::Image(_))
+            && !self.still_matches()
+            && sysfs::backing_file(dev).is_ok()
+    }
 }
 
 impl Device {

@@ -267,6 +267,10 @@ impl Inventory {
         };
         let shared = records.iter().filter(|it| is_shared(it));
         let shared: HashSet<_> = shared.map(|record| record.volume_id.clone()).collect();
+        let lost = records
+            .iter()
+            .filter(|it| lost_device(it, &records, &index));
+        let lost: HashSet<_> = lost.map(|record| record.volume_id.clone()).collect();
         let mut inventory = Self {
             volumes: Vec::with_capacity(records.len()),
             orphans: Vec::new(),
@@ -282,6 +286,7 @@ impl Inventory {
                 record.phase = Phase::Unstaging;
             }
             let targets = match (&record.device, record.root_dev) {
+                (Some(_), _) if lost.contains(&record.volume_id) => BTreeMap::new(),
                 (Some(device), _) => targets(index.of_device(device), &record, device, places),
                 (None, Some(dev)) if record.inline.is_some() => {
                     let target = record.inline.as_ref();
@@ -464,6 +469,31 @@ fn delete_orphan(node: &Arc<Node>, id: String, target: PathBuf) {
             pause = (2 * pause).min(LONGEST_PAUSE);
         }
     });
+}
+
+/// Whether the device of the record was detached and its number went to another device, as
+/// after a kill between the detach and the end of the unstage. The mounts that show that
+/// number are then another volume's.
+///
+/// A mount keeps its device, so a volume that is mounted where it was staged has its own.
+fn lost_device(record: &Record, records: &[Record], index: &Index<'_>) -> bool {
+    let Some(device) = &record.device else {
+        return false;
+    };
+    let staged_at = record.mount_point();
+    let is_staged = || {
+        index
+            .of_device(device)
+            .any(|it| it.mount_point == staged_at)
+    };
+    if (record.mounts() && is_staged()) || record.source.is_still(device) {
+        return false;
+    }
+    let is_its = |other: &Record| {
+        let its = other.device.as_ref().filter(|its| its.dev == device.dev);
+        its.is_some_and(|its| other.source.is_still(its))
+    };
+    device.number_is_reused() || records.iter().any(is_its)
 }
 
 /// The mounts of a device other than at its staging path.

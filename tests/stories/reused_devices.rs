@@ -8,7 +8,7 @@ use std::{
 
 use testkit::{
     Ceph, Content, MIB, NbdServer, Node, Rng, Sandbox, Volume, all_loops, ceph_story, eventually,
-    loops_over, nbds_over, rbds_over, run_err, sha256, spec_of, story,
+    files_below, loops_over, nbds_over, rbds_over, run_err, sha256, spec_of, story,
 };
 
 use crate::nbd::{blank, nbd_story, own};
@@ -235,5 +235,85 @@ fn another_rbd_image_that_gets_the_device_is_left_alone() {
             sum,
         };
         assert_left_alone(&node, 6, swapper).await;
+    });
+}
+
+/// What a kill between the detach and the end of an unstage leaves: the record of a device
+/// that is detached, whose number the next volume then gets.
+async fn assert_left_record_claims_nothing(
+    node: &Node,
+    kind: &str,
+    volume: impl Fn(&str, &str) -> Volume,
+    devices: impl Fn(&Volume) -> Vec<PathBuf>,
+) {
+    let records = || files_below(&node.run_dir.join("volumes"));
+    let first = volume(&format!("first-{kind}"), kind);
+    let second = volume(&format!("second-{kind}"), kind);
+    loop {
+        node.stage(&first).await.unwrap();
+        let device = devices(&first);
+        let records = Vec::from_iter(records());
+        let [record] = &records[..] else {
+            panic!("one volume has one record: {records:?}")
+        };
+        let text = fs::read(record).unwrap();
+        node.unstage(&first).await.unwrap();
+        node.kill9().await;
+        fs::write(record, text).unwrap();
+        node.restart().await;
+        node.stage(&second).await.unwrap();
+        if devices(&second) == device {
+            break;
+        }
+        // Another story has the number.
+        node.unstage(&second).await.unwrap();
+        node.unstage(&first).await.unwrap();
+    }
+    let target = node
+        .publish(&second, "pod")
+        .await
+        .map(|()| node.target(&second, "pod"));
+    let content = Content::new("second");
+    content.put(&second, &target.unwrap());
+    node.kill9().await;
+    node.restart().await;
+
+    node.stage(&second).await.expect("as before");
+    node.publish(&second, "another").await.expect("published");
+    node.unstage(&first)
+        .await
+        .expect("as it is published nowhere");
+    node.unpublish(&second, "another").await.unwrap();
+    content.assert_kept(&second, &node.target(&second, "pod"));
+    node.down(&second, "pod").await;
+}
+
+#[test]
+fn a_record_that_a_kill_left_claims_no_mount_of_the_next_volume() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        for kind in ["ext4", "block"] {
+            let volume = |name: &str, kind: &str| sandbox.volume_in("main", name, kind, 64 * MIB);
+            let devices = |volume: &Volume| loops_over(&sandbox.image(volume));
+            assert_left_record_claims_nothing(&node, kind, volume, devices).await;
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn a_record_that_a_kill_left_claims_no_mount_of_the_next_export() {
+    nbd_story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let server = NbdServer::start(sandbox).await;
+        for kind in ["ext4", "block"] {
+            let volume = |name: &str, kind: &str| blank(sandbox, &server, name, kind);
+            let devices = |volume: &Volume| {
+                let devices = nbds_over(&format!(" {}", volume.handle));
+                devices.into_iter().map(PathBuf::from).collect()
+            };
+            assert_left_record_claims_nothing(&node, kind, volume, devices).await;
+        }
+        node.assert_clean().await;
     });
 }
