@@ -13,6 +13,7 @@ use rustix::{fd::AsFd, fs::OFlags};
 use super::{context::OnLane, error::Cause, record::Record, spec::Use};
 use crate::{
     device::{Attachment, Device, DeviceError, FormatMarker, HeldOpen, Source, luks, openers},
+    error_chain,
     fs::{
         CommandLine, FsType,
         fsck::{self, FsckError, FsckOutcome},
@@ -310,9 +311,39 @@ impl Preparing<'_> {
         if !matches!(made, Err(Cause::Busy { .. })) {
             metrics::mkfs(if made.is_ok() { "formatted" } else { "failed" });
         }
-        made?;
+        if let Err(error) = made {
+            self.clear_marker_if_blank().await;
+            return Err(error);
+        }
         // From now on the source may hold data.
         self.marked(|marker, _| marker.clear())
+    }
+
+    /// After a mkfs that failed: where it wrote nothing, its marker would vouch for whatever
+    /// is written there later.
+    async fn clear_marker_if_blank(self) {
+        let (cx, device) = (self.cx, &self.attached.device);
+        let Ok(_admission) = cx
+            .admit(&cx.node.config.gates.probe, &self.record.source)
+            .await
+        else {
+            return;
+        };
+        let is_blank = cx.step("probe", || {
+            self.held.check().is_ok()
+                && matches!(
+                    content_of(&cx.node.prober, device, None),
+                    Ok(Some((Content::Blank, _)))
+                )
+        });
+        if is_blank && let Err(cause) = self.marked(|marker, _| marker.clear()) {
+            let error = error_chain(&cause);
+            tracing::warn!(
+                volume_id = cx.volume.id,
+                error,
+                "cannot clear the format marker of a mkfs that failed"
+            );
+        }
     }
 
     /// What the exit of mkfs means.
@@ -325,6 +356,13 @@ impl Preparing<'_> {
                     "{} has {has} bytes, too few for {fs}, which needs {}: {}",
                     self.record.source,
                     fs.least_bytes(),
+                    mkfs::message(&exit.output),
+                )));
+            }
+            if exit.output.contains("too big") {
+                return Err(Cause::precondition(format!(
+                    "{} has {has} bytes, too many for {fs}: {}",
+                    self.record.source,
                     mkfs::message(&exit.output),
                 )));
             }

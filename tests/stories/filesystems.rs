@@ -4,8 +4,8 @@
 use std::{fs, os::unix::fs::FileExt as _, path::Path};
 
 use testkit::{
-    Content, MIB, Mode, Node, NodeSetup, ProgramStub, loops_over, refused, run, run_err, sha256,
-    story,
+    Content, MIB, Mode, Node, NodeSetup, ProgramStub, Volume, loops_over, refused, run, run_err,
+    sha256, story,
 };
 use tonic::Code::{FailedPrecondition, InvalidArgument};
 
@@ -171,6 +171,33 @@ fn an_image_too_small_for_its_file_system_is_refused() {
             );
             assert!(loops_over(&sandbox.image(&volume)).is_empty());
         }
+        node.assert_clean().await;
+    });
+}
+
+/// Such as one restored from a backup, by other programs, for a claim whose file system did
+/// not fit.
+#[test]
+fn a_refused_mkfs_vouches_for_nothing_that_is_written_later() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = sandbox.volume_in("main", "small", "xfs", 8 * MIB);
+        let image = sandbox.image(&volume);
+        refused(node.stage(&volume).await, FailedPrecondition, &["too few"]);
+        node.unstage(&volume).await.unwrap();
+        let written = b"restored by others".repeat(4096);
+        let file = std::fs::File::options().write(true).open(&image).unwrap();
+        file.write_all_at(&written, 0).unwrap();
+
+        let image = image.file_name().unwrap().to_str().unwrap();
+        let other = Volume::filesystem("small", "ext4").over("main", image);
+        let words = ["unknown data at byte 0"];
+        refused(node.stage(&other).await, FailedPrecondition, &words);
+        assert!(
+            std::fs::read(sandbox.image(&other))
+                .unwrap()
+                .starts_with(&written)
+        );
         node.assert_clean().await;
     });
 }
