@@ -59,7 +59,7 @@ async fn on_lane(
             unstage::tear_down(cx, &record).await?;
         }
         Some(_) => {}
-        None => unstage::end_unknown_inline(cx)?,
+        None => unstage::end_unknown_inline(cx, &target_path).await?,
     }
     Ok(Outcome::Done)
 }

@@ -187,22 +187,29 @@ fn unmount_unknown(cx: OnLane<'_>, staging_path: &Path) -> Result<Done, Cause> {
     })
 }
 
-/// Ends an inline volume that is a directory of a server, if there is one without a record,
-/// or its staging directory alone.
-pub(super) fn end_unknown_inline(cx: OnLane<'_>) -> Result<(), Cause> {
+/// Ends an inline volume that was published at the target, if there is one without a record:
+/// a directory of a server, an image whose record was lost, or its staging directory alone.
+pub(super) async fn end_unknown_inline(cx: OnLane<'_>, target: &Path) -> Result<(), Cause> {
     let staging_path = cx.node.inline_staging(&cx.volume.id);
     let _ = unmount_unknown(cx, &staging_path)?;
     // Also after a kill between the unmount and this.
-    let is_left = cx.step("look", || -> Result<bool, Cause> {
+    let left = cx.step("look", || -> Result<Option<PathKind>, Cause> {
         let Some(place) = absent_is_none(cx.node.places.staging(&staging_path))? else {
-            return Ok(false);
+            return Ok(None);
         };
         let look = place.kind();
         let look = look.map_err(Cause::io(format!("look at {}", place.path().display())))?;
-        Ok(matches!(look, PathKind::Dir))
+        Ok(Some(look))
     })?;
-    if is_left {
-        cx.step("delete", || remove_own(cx, &staging_path))?;
+    match left {
+        Some(PathKind::Mount(_)) => {
+            if let Some(mut record) = reconcile::rebuild(cx, &staging_path)? {
+                record.inline = Some(target.to_owned());
+                tear_down(cx, &record).await?;
+            }
+        }
+        Some(PathKind::Dir) => cx.step("delete", || remove_own(cx, &staging_path))?,
+        _ => {}
     }
     Ok(())
 }

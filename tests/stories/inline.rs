@@ -393,6 +393,28 @@ fn a_state_directory_that_fails_delays_only_inline_volumes() {
 }
 
 #[test]
+fn an_inline_volume_whose_record_was_lost_is_deleted_with_its_pod() {
+    story(async |sandbox| {
+        let node = Node::start_with(sandbox, with_inline(sandbox)).await;
+        for text in [None, Some("no record")] {
+            let volume = inline(&format!("lost-{}", text.is_some()));
+            node.send_publish(publish(&node, &volume)).await.unwrap();
+            node.kill9().await;
+            for record in files_below(&node.state_dir.join("inline")) {
+                match text {
+                    None => fs::remove_file(record).unwrap(),
+                    Some(text) => fs::write(record, text).unwrap(),
+                }
+            }
+            node.restart().await;
+            node.unpublish(&volume, "pod").await.unwrap();
+            assert!(images(sandbox).is_empty(), "{:?}", images(sandbox));
+        }
+        node.assert_clean().await;
+    });
+}
+
+#[test]
 fn an_inline_volume_that_cannot_be_made_leaves_nothing() {
     story(async |sandbox| {
         let node = Node::start_with(sandbox, with_inline(sandbox)).await;
