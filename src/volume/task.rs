@@ -34,7 +34,7 @@ use super::{
     spec::{Call, Request},
     stage, unpublish, unstage,
 };
-use crate::{Kind, ring};
+use crate::{Kind, error_chain, ring};
 
 /// Runs a call on its volume, or joins the equal one that runs already; waits
 /// for the answer until `deadline`. A caller that joined a call whose secrets were
@@ -127,10 +127,19 @@ fn start(node: &Arc<Node>, volume: &Arc<Volume>, request: Arc<Request>) -> Volum
     {
         return VolumeTask::Finished(answer);
     }
+    let (id, name) = (volume.id.clone(), running.request.call.name());
     let task = async move {
         let answer = work.await;
-        // All callers may have gone.
-        let _ = send.send(answer);
+        // All callers may have gone: then no answer tells why.
+        if let Err(Err(error)) = send.send(answer) {
+            let error = error_chain(&*error);
+            tracing::warn!(
+                volume_id = id,
+                call = name,
+                error,
+                "the call failed after its deadline"
+            );
+        }
     };
     ring::spawn(task.in_current_span());
     VolumeTask::Runs(running)

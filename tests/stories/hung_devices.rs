@@ -1,6 +1,6 @@
 //! A device that stops answering delays its own volume and no other.
 
-use std::{path::Path, time::Duration};
+use std::{fs::File, os::unix::fs::FileExt as _, path::Path, time::Duration};
 
 use sha2::{Digest as _, Sha256};
 use testkit::{
@@ -50,6 +50,26 @@ async fn lifecycle_beside(node: &Node, sandbox: &Sandbox, name: &str) {
     node.stats(&volume, &target).await.unwrap();
     node.down(&volume, "pod").await;
     node.timeout.set(kubelets);
+}
+
+#[test]
+fn a_failure_after_the_deadline_is_in_the_log() {
+    stuck_story(async |sandbox, node, file, volume| {
+        let image = File::options().write(true).open(sandbox.image(volume));
+        image.unwrap().write_all_at(b"data of others", 0).unwrap();
+        file.stop_data();
+        node.timeout.set(Duration::from_secs(3));
+        assert_waits_in("probe", async || node.stage(volume).await).await;
+        file.resume();
+        node.wait_for_log("the call failed after its deadline")
+            .await;
+        node.timeout.set(Duration::from_secs(60));
+        refused(
+            node.stage(volume).await,
+            Code::FailedPrecondition,
+            &["unknown data"],
+        );
+    });
 }
 
 #[test]
