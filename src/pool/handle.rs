@@ -48,7 +48,7 @@ impl fmt::Display for NodeHash {
 
 /// The parts of a handle.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Parts {
+pub struct Parts {
     node: Option<NodeHash>,
     pool: String,
     id: Uuid,
@@ -74,6 +74,24 @@ impl Parts {
             pool: pool.to_owned(),
             id: uuid,
         })
+    }
+
+    /// The pool's name.
+    pub fn pool(&self) -> &str {
+        &self.pool
+    }
+
+    /// Whether the handle names a node's local pool.
+    pub fn is_local(&self) -> bool {
+        self.node.is_some()
+    }
+
+    /// Whether this node can reach the pool: it is shared, or this node's local pool.
+    pub fn is_reachable_from(&self, node_id: Option<&str>) -> bool {
+        match &self.node {
+            None => true,
+            Some(hash) => node_id.is_some_and(|id| *hash == NodeHash::of(id)),
+        }
     }
 
     fn write(&self, kind: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -108,17 +126,9 @@ macro_rules! handle {
                 Self(Parts { node, pool: pool.name.clone(), id })
             }
 
-            /// The pool's name.
-            pub fn pool(&self) -> &str {
-                &self.0.pool
-            }
-
-            /// Whether this node can reach the pool: it is shared, or this node's local pool.
-            pub fn is_reachable_from(&self, node_id: Option<&str>) -> bool {
-                match &self.0.node {
-                    None => true,
-                    Some(hash) => node_id.is_some_and(|id| *hash == NodeHash::of(id)),
-                }
+            /// Its parts, whatever it is a handle of.
+            pub fn parts(&self) -> &Parts {
+                &self.0
             }
 
             /// The uuid, which names the image.
@@ -189,11 +199,13 @@ mod tests {
             "vol.shared.fast.00000000-0000-0000-0000-000000006f1c"
         );
         assert_eq!(shared.image(), "00000000-0000-0000-0000-000000006f1c.img");
-        assert!(shared.is_reachable_from(None));
+        assert!(shared.parts().is_reachable_from(None));
 
         let local = SnapshotHandle::new(&pool("fast", Scope::Local), Some("n1"), id);
-        assert!(local.is_reachable_from(Some("n1")));
-        assert!(!local.is_reachable_from(Some("n2")) && !local.is_reachable_from(None));
+        assert!(local.parts().is_reachable_from(Some("n1")));
+        assert!(
+            !local.parts().is_reachable_from(Some("n2")) && !local.parts().is_reachable_from(None)
+        );
         assert_eq!(local.to_string().parse(), Ok(local));
     }
 

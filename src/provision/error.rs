@@ -7,7 +7,7 @@ use crate::{
     Kind,
     admission::Full,
     error_chain,
-    pool::{PoolError, claim::ClaimError},
+    pool::{PoolError, Scope, claim::ClaimError},
     size::exact,
 };
 
@@ -132,6 +132,17 @@ pub enum ProvisionError {
         handle: String,
         /// The pools that it serves.
         source: PoolError,
+    },
+    /// The handle names a local pool, and the pool is shared, or the other way round.
+    ///
+    /// Remedy: use the volumeHandle that `uringctl list` shows; if the pool had another scope,
+    /// give it that again by --pool.
+    #[error("{handle:?} is not in pool {pool:?} of this controller, which is {scope}")]
+    OtherScope {
+        handle: String,
+        /// The pool's name.
+        pool: String,
+        scope: Scope,
     },
     /// The handle is of a backend that the controller was started without.
     ///
@@ -408,6 +419,7 @@ impl ProvisionError {
             | Self::NoRoom { .. } => Kind::Exhausted,
             Self::Elsewhere(_)
             | Self::PoolNotGiven { .. }
+            | Self::OtherScope { .. }
             | Self::HandleOfNoBackend { .. }
             | Self::ShareNotGiven { .. }
             | Self::NoQuota { .. }

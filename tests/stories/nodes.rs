@@ -192,6 +192,17 @@ fn a_local_volume_stays_on_its_node() {
             &["node-a"],
         );
         a.down(&volume, "pod").await;
+        let (local, rest) = volume.handle.split_once(".disk.").expect("a handle");
+        assert!(local.starts_with("vol.local-"), "{local}");
+        let alias = format!("vol.shared.disk.{rest}");
+        let words = [&alias, "which is local"];
+        refused(
+            controller_a.delete(&alias).await,
+            FailedPrecondition,
+            &words,
+        );
+        let grown = controller_a.expand(&alias, 640 * MIB).await;
+        refused(grown, FailedPrecondition, &words);
         // The other node's controller does not know it; this one deletes it.
         eventually("deleted", async || {
             controller_a.delete(&volume.handle).await.ok()

@@ -48,7 +48,7 @@ impl ImageFiles {
                 continue;
             };
             let pools: Vec<&Pool> = match &handle {
-                Some(handle) => self.pools.get(handle.pool()).into_iter().collect(),
+                Some(handle) => self.pools.get(handle.parts().pool()).into_iter().collect(),
                 None => places.may_hold(&backing, dev)?,
             };
             let is_its = handle.as_ref().is_some_and(|it| it.image() == image);

@@ -282,7 +282,7 @@ impl ImageStore {
         let Ok(parsed) = handle.parse::<GroupHandle>() else {
             return Ok(());
         };
-        let pool = self.reach_group(&parsed, handle)?;
+        let pool = self.reach(parsed.parts(), handle)?;
         if let Some(entry) = Groups::of(pool).get(parsed.id())? {
             self.check_members(pool, handle, &entry, snapshots)?;
         }
@@ -296,7 +296,7 @@ impl ImageStore {
     ) -> Result<GroupSnapshotInfo, ProvisionError> {
         let missing = || ProvisionError::NoGroupSnapshot(handle.to_owned());
         let parsed: GroupHandle = handle.parse().map_err(|_| missing())?;
-        let pool = self.reach_group(&parsed, handle)?;
+        let pool = self.reach(parsed.parts(), handle)?;
         let look = || match Groups::of(pool).get(parsed.id())? {
             Some(entry) if entry.state == EntryState::Ready => Ok(entry),
             Some(entry) if entry.state == EntryState::Deleting && entry.detail.created > 0 => {
@@ -348,13 +348,6 @@ impl ImageStore {
             snapshots,
             created: UNIX_EPOCH + Duration::from_nanos(entry.detail.created),
         })
-    }
-
-    fn reach_group(&self, parsed: &GroupHandle, handle: &str) -> Result<&Pool, ProvisionError> {
-        if !parsed.is_reachable_from(self.node_id.as_deref()) {
-            return Err(ProvisionError::Elsewhere(handle.to_owned()));
-        }
-        self.pool_of(parsed.pool(), handle)
     }
 }
 

@@ -148,7 +148,7 @@ impl ImageStore {
         let Ok(parsed) = handle.parse::<SnapshotHandle>() else {
             return Ok(());
         };
-        let pool = self.reach_snapshot(&parsed, handle)?;
+        let pool = self.reach(parsed.parts(), handle)?;
         if let Some(entry) = Snapshots::of(pool).get(parsed.id())?
             && let Some(group) = entry.detail.group
         {
@@ -187,20 +187,9 @@ impl ImageStore {
     ) -> Result<(&Pool, CatalogueEntry<SnapshotDetail>), ProvisionError> {
         let missing = || ProvisionError::NoSnapshot(handle.to_owned());
         let parsed: SnapshotHandle = handle.parse().map_err(|_| missing())?;
-        let pool = self.reach_snapshot(&parsed, handle)?;
+        let pool = self.reach(parsed.parts(), handle)?;
         let entry = Snapshots::of(pool).ready(parsed.id())?;
         Ok((pool, entry.ok_or_else(missing)?))
-    }
-
-    fn reach_snapshot(
-        &self,
-        parsed: &SnapshotHandle,
-        handle: &str,
-    ) -> Result<&Pool, ProvisionError> {
-        if !parsed.is_reachable_from(self.node_id.as_deref()) {
-            return Err(ProvisionError::Elsewhere(handle.to_owned()));
-        }
-        self.pool_of(parsed.pool(), handle)
     }
 }
 

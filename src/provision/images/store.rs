@@ -13,21 +13,32 @@ use super::{
 use crate::{
     crash_point, error_chain,
     pool::{
-        Pool, PoolError,
+        Pool, PoolError, Scope,
         claim::{self, ControllerClaim, Sharing},
         format_marker,
-        handle::VolumeHandle,
+        handle::{Parts, VolumeHandle},
     },
 };
 
 impl ImageStore {
-    /// The pool of that name, which is part of `handle`.
-    pub(super) fn pool_of(&self, name: &str, handle: &str) -> Result<&Pool, ProvisionError> {
-        let found = self.pools.get(name);
+    /// The pool that is part of `handle`, whose parts these are.
+    pub(super) fn reach(&self, parts: &Parts, handle: &str) -> Result<&Pool, ProvisionError> {
+        let handle = || handle.to_owned();
+        if !parts.is_reachable_from(self.node_id.as_deref()) {
+            return Err(ProvisionError::Elsewhere(handle()));
+        }
+        let found = self.pools.get(parts.pool());
         let pool = found.map_err(|source| ProvisionError::PoolNotGiven {
-            handle: handle.to_owned(),
+            handle: handle(),
             source,
         })?;
+        if parts.is_local() != (pool.scope == Scope::Local) {
+            return Err(ProvisionError::OtherScope {
+                handle: handle(),
+                pool: pool.name.clone(),
+                scope: pool.scope,
+            });
+        }
         // An image that is missing while the pool is away is not gone.
         pool.check_initialized()?;
         Ok(pool)
@@ -72,7 +83,7 @@ impl ImageStore {
     /// The pool of a volume's handle, if it is one of these.
     pub(super) fn pool_named_by(&self, handle: &str) -> Option<&Pool> {
         let parsed: VolumeHandle = handle.parse().ok()?;
-        self.pools.get(parsed.pool()).ok()
+        self.pools.get(parsed.parts().pool()).ok()
     }
 
     /// Deletes the entry of `id`, if there is one.

@@ -68,7 +68,7 @@ impl ImageStore {
         if let (Scope::Local, Some(wanted)) = (pool.scope, &new.elsewhere) {
             return Err(ProvisionError::NotHere {
                 pool: pool.name.clone(),
-                wanted: wanted.clone(),
+                wanted: wanted.escape_debug().to_string(),
             });
         }
         pool.initialize()?;
@@ -227,7 +227,7 @@ impl ImageStore {
         let Ok(parsed) = handle.parse::<VolumeHandle>() else {
             return Ok(());
         };
-        let pool = self.reach_volume(&parsed, handle)?;
+        let pool = self.reach(parsed.parts(), handle)?;
         self.delete::<VolumeDetail>(pool, parsed.id())
     }
 
@@ -375,16 +375,9 @@ impl ImageStore {
     ) -> Result<(&Pool, CatalogueEntry<VolumeDetail>), ProvisionError> {
         let missing = || ProvisionError::NoVolume(handle.to_owned());
         let parsed: VolumeHandle = handle.parse().map_err(|_| missing())?;
-        let pool = self.reach_volume(&parsed, handle)?;
+        let pool = self.reach(parsed.parts(), handle)?;
         let entry = Volumes::of(pool).ready(parsed.id())?;
         Ok((pool, entry.ok_or_else(missing)?))
-    }
-
-    fn reach_volume(&self, parsed: &VolumeHandle, handle: &str) -> Result<&Pool, ProvisionError> {
-        if !parsed.is_reachable_from(self.node_id.as_deref()) {
-            return Err(ProvisionError::Elsewhere(handle.to_owned()));
-        }
-        self.pool_of(parsed.pool(), handle)
     }
 }
 
