@@ -217,7 +217,14 @@ fn replace(path: &Path) -> io::Result<File> {
     let fresh = path.with_extension("new");
     let mut file = File::create(&fresh)?;
     flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-    file.write_all(&serde_json::to_vec(&owner)?)?;
+    match file.write_all(&serde_json::to_vec(&owner)?) {
+        // Calls that unpublish and unstage need no more space, and this only shortens the next
+        // agent's wait.
+        Err(error) if error.kind() == io::ErrorKind::StorageFull => {
+            tracing::warn!(%error, path = %path.display(), "cannot write the pid into the lock of the run directory");
+        }
+        written => written?,
+    }
     fs::rename(&fresh, path)?;
     Ok(file)
 }

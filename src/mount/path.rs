@@ -262,14 +262,7 @@ impl SafePath {
     /// Refuses a directory or file that is not empty: a mount on it would hide its data.
     pub fn refuse_content(&self) -> Result<(), PathError> {
         let has_content = match self.checked_kind()? {
-            PathKind::Dir => {
-                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-                let entries =
-                    openat(&self.parent, &self.name, flags, Mode::empty()).and_then(Dir::new);
-                let entries = entries.map_err(|error| self.failed("read", error))?;
-                let names = entries.map(|entry| Ok(entry?.file_name().to_owned()));
-                any_name(names).map_err(|error| self.failed("read", error))?
-            }
+            PathKind::Dir => self.has_others(&[])?,
             PathKind::File => self.file_size()? != 0,
             PathKind::Absent | PathKind::Mount(_) | PathKind::Block(_) | PathKind::Other(_) => {
                 false
@@ -281,6 +274,17 @@ impl SafePath {
             });
         }
         Ok(())
+    }
+
+    /// Whether the directory has an entry of another name than these.
+    pub fn has_others(&self, names: &[&str]) -> Result<bool, PathError> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let entries = openat(&self.parent, &self.name, flags, Mode::empty()).and_then(Dir::new);
+        let entries = entries.map_err(|error| self.failed("read", error))?;
+        let entries = entries.map(|entry| Ok(entry?.file_name().to_owned()));
+        let is_named = |name: &CString| names.iter().any(|it| it.as_bytes() == name.as_bytes());
+        any_name(entries.filter(|name| !name.as_ref().is_ok_and(is_named)))
+            .map_err(|error| self.failed("read", error))
     }
 
     fn file_size(&self) -> Result<i64, PathError> {

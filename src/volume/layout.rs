@@ -88,7 +88,7 @@ pub(super) fn clear(cx: OnLane<'_>, record: &Record) -> Result<(), Cause> {
 }
 
 /// Removes a stage file that describes nothing, with the empty mount point beside it: those of
-/// a volume that is not staged.
+/// a volume that is not staged. Beside another volume's mount point the file is that volume's.
 pub(super) fn clear_left(cx: OnLane<'_>, staging_path: &Path) -> Result<(), Cause> {
     let (places, id) = (&cx.node.places, &cx.volume.id);
     cx.step("clear", || {
@@ -96,7 +96,14 @@ pub(super) fn clear_left(cx: OnLane<'_>, staging_path: &Path) -> Result<(), Caus
         let Some(file) = file else {
             return Ok(());
         };
-        if file.read().map_err(at_staging)?.is_some() && is_one_name(id) {
+        if file.read().map_err(at_staging)?.is_none() {
+            return Ok(());
+        }
+        let staging = places.staging(staging_path)?;
+        if staging.has_others(&[STAGE_FILE, id]).map_err(at_staging)? {
+            return Ok(());
+        }
+        if is_one_name(id) {
             remove_mount_point(places, &staging_path.join(id))?;
         }
         // Last, since it says that the directory beside it is the volume's mount point.

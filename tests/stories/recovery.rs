@@ -1,10 +1,13 @@
 //! An agent that starts serves at once, and acts on no volume before it is recovered.
 
-use std::{fs, path::Path, time::Duration};
+use std::{fs, io::ErrorKind, path::Path, time::Duration};
 
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
-use testkit::{Content, MIB, Node, Volume, all_loops, files_below, hex, refused, run, story};
+use testkit::{
+    Content, MIB, Node, NodeSetup, STAGE_FILE, Volume, all_loops, files_below, hex, refused, run,
+    story,
+};
 use tonic::Code;
 use uring_csi::proto::{
     admin::{ListHeldVolumesRequest, node_admin_client::NodeAdminClient},
@@ -30,6 +33,52 @@ fn begun(node: &Node, count: usize) -> Vec<Volume> {
             volume
         })
         .collect()
+}
+
+#[test]
+fn an_unstage_without_a_record_leaves_the_stage_file_of_another_volume() {
+    story(async |sandbox| {
+        let node = Node::start(sandbox).await;
+        let volume = Volume::filesystem("none", "ext4");
+        let staging = node.staging(&volume);
+        let [file, other] = [STAGE_FILE, "another"].map(|name| staging.join(name));
+        fs::create_dir_all(&other).unwrap();
+        fs::write(&file, "{}").unwrap();
+        node.unstage(&volume).await.unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap(), "{}");
+
+        // Its own mount point.
+        fs::rename(&other, staging.join(&volume.handle)).unwrap();
+        node.unstage(&volume).await.unwrap();
+        assert!(files_below(&staging).is_empty());
+        assert_eq!(fs::read_dir(&staging).unwrap().count(), 0);
+        fs::remove_dir(&staging).unwrap();
+        node.assert_clean().await;
+    });
+}
+
+#[test]
+fn an_agent_starts_with_a_full_run_directory_and_ends_its_volumes() {
+    story(async |sandbox| {
+        let mut node = Node::prepare(sandbox, NodeSetup::new(sandbox));
+        fs::create_dir_all(&node.run_dir).unwrap();
+        let run_dir = node.run_dir.to_str().unwrap();
+        run(&["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", run_dir]);
+        node.start_first().await;
+        let volume = sandbox.volume("v", "ext4");
+        let content = Content::new("kept");
+        content.put(&volume, &node.up(&volume, "pod").await);
+        node.kill9().await;
+        let filler = node.run_dir.join("filler");
+        let full = fs::write(&filler, vec![1; 2 << 20]).unwrap_err();
+        assert_eq!(full.kind(), ErrorKind::StorageFull);
+
+        node.restart().await;
+        content.assert_kept(&volume, &node.target(&volume, "pod"));
+        node.down(&volume, "pod").await;
+        fs::remove_file(&filler).unwrap();
+        node.assert_clean().await;
+    });
 }
 
 #[test]
