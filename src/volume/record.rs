@@ -197,11 +197,8 @@ impl Record {
             "writable"
         };
         let staged = self.staging_path.display();
-        format!(
-            "{} as {}, {access}, at {staged}",
-            self.phase.as_str(),
-            self.usage
-        )
+        let (phase, usage, source) = (self.phase.as_str(), &self.usage, &self.source);
+        format!("{phase} as {usage}, {access}, of {source}, at {staged}")
     }
 }
 
