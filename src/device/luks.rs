@@ -90,12 +90,13 @@ pub enum LuksError {
         "the mapping {name} refuses writes, as a volume that is published read-only does; grow it after that"
     )]
     ReadOnly { name: String },
-    /// cryptsetup failed otherwise.
+    /// cryptsetup or dmsetup failed otherwise.
     ///
-    /// Remedy: read cryptsetup's own words in the message; `modprobe dm_crypt` where the kernel
+    /// Remedy: read the program's own words in the message; `modprobe dm_crypt` where the kernel
     /// lacks the target.
-    #[error("cryptsetup {action} of {what} failed ({status}): {said}")]
+    #[error("{program} {action} of {what} failed ({status}): {said}")]
     Failed {
+        program: &'static str,
         action: &'static str,
         /// Its subject.
         what: String,
@@ -133,6 +134,11 @@ impl LuksError {
     /// Whether cryptsetup reports that no key slot opens with the passphrase.
     fn is_no_permission(&self) -> bool {
         matches!(self, Self::Failed { status, .. } if status.code() == Some(NO_PERMISSION))
+    }
+
+    /// Whether cryptsetup reports that the mapping is in use, or of the same name as another.
+    fn is_in_use(&self) -> bool {
+        matches!(self, Self::Failed { status, .. } if status.code() == Some(IN_USE))
     }
 }
 
@@ -238,6 +244,10 @@ pub fn find_open(
             node: under.node.clone(),
         });
     }
+    if is_incomplete(&mapping)? {
+        remove_incomplete(name)?;
+        return Ok(None);
+    }
     // The device below may have grown since a killed agent opened it.
     if !read_only {
         match resize(name) {
@@ -265,8 +275,16 @@ pub fn open(
     if read_only {
         args.insert(0, "--readonly");
     }
-    derive_key("luksOpen", &args, &node, passphrase.reveal(), domain)
-        .map_err(|error| why_not_opened(under, error))?;
+    let luks_open = || derive_key("luksOpen", &args, &node, passphrase.reveal(), domain);
+    let opened = match luks_open() {
+        // Without a table it is not in sysfs.
+        Err(error) if error.is_in_use() && matches!(find(name), Ok(None)) => {
+            remove_incomplete(name)?;
+            luks_open()
+        }
+        opened => opened,
+    };
+    opened.map_err(|error| why_not_opened(under, error))?;
     let mapping = find(name).and_then(|found| {
         found.ok_or_else(|| io::Error::other("it is not there after it was opened"))
     });
@@ -289,18 +307,34 @@ fn why_not_opened(under: &BlockDev, error: LuksError) -> LuksError {
 /// Closes the mapping. One that is not there is closed.
 pub fn close(name: &str) -> Result<Done, LuksError> {
     let found = find(name).map_err(failed("list the device mapper's devices"))?;
-    if found.is_none() {
+    let Some(mapping) = found else {
         return Ok(Done::Already);
+    };
+    if is_incomplete(&mapping)? {
+        remove_incomplete(name)?;
+        return Ok(Done::Now);
     }
     match cryptsetup("luksClose", &[name], name) {
         Ok(_) => Ok(Done::Now),
-        Err(LuksError::Failed { status, .. }) if status.code() == Some(IN_USE) => {
-            Err(LuksError::Busy {
-                name: name.to_owned(),
-            })
-        }
+        Err(error) if error.is_in_use() => Err(LuksError::Busy {
+            name: name.to_owned(),
+        }),
         Err(error) => Err(error),
     }
+}
+
+/// Whether the mapping has no table in force: cryptsetup was killed while it opened it.
+fn is_incomplete(mapping: &Mapping) -> Result<bool, LuksError> {
+    let bytes = sysfs::size_bytes(mapping.over);
+    let bytes = bytes.map_err(failed(format!("look at the mapping {}", mapping.name)))?;
+    Ok(bytes == 0)
+}
+
+/// Removes a mapping without a table in force, which cryptsetup neither opens nor closes. The
+/// kernel refuses to remove one that is open.
+fn remove_incomplete(name: &str) -> Result<(), LuksError> {
+    tracing::warn!(name, "removing the mapping of an interrupted luksOpen");
+    run("dmsetup", "remove", &[name], name, b"", || {}).map(drop)
 }
 
 /// Grows the mapping to the size of the device below. Returns its size in bytes.
@@ -404,9 +438,10 @@ fn read_if_there(device: &Path) -> io::Result<Option<Mapping>> {
     }))
 }
 
+const CRYPTSETUP: &str = "cryptsetup";
 /// cryptsetup(8): wrong passphrase.
 const NO_PERMISSION: i32 = 2;
-/// cryptsetup(8): the device is busy.
+/// cryptsetup(8): the device exists already, or is busy.
 const IN_USE: i32 = 5;
 
 /// Bounds how many derive a key at once, from [`bound`] on.
@@ -431,14 +466,15 @@ fn derive_key(
     // Its queue has no limit.
     let permit = GATE.get().and_then(|gate| gate.enter_on_lane(domain).ok());
     let lives = || permit.iter().for_each(Permit::renew);
-    run(action, args, what, input.as_bytes(), lives)
+    run(CRYPTSETUP, action, args, what, input.as_bytes(), lives)
 }
 
 fn cryptsetup(action: &'static str, args: &[&str], what: &str) -> Result<Vec<u8>, LuksError> {
-    run(action, args, what, b"", || {})
+    run(CRYPTSETUP, action, args, what, b"", || {})
 }
 
 fn run(
+    program: &'static str,
     action: &'static str,
     args: &[&str],
     what: &str,
@@ -449,12 +485,13 @@ fn run(
     // Its library would wait for udevd by a semaphore that the host's udevd does not
     // see from a container, nor raise without its rules.
     let environment = [("DM_DISABLE_UDEV", "1")];
-    let output = exec::run("cryptsetup", &args, &environment, input, lives)
-        .map_err(failed("run cryptsetup"))?;
+    let output = exec::run(program, &args, &environment, input, lives)
+        .map_err(failed(format!("run {program}")))?;
     if output.status.success() {
         return Ok(output.stdout);
     }
     Err(LuksError::Failed {
+        program,
         action,
         what: what.to_owned(),
         status: output.status,

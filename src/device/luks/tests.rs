@@ -100,6 +100,42 @@ fn a_blank_device_is_formatted_opened_grown_and_closed() {
     assert!(sysfs::is_read_only(over.dev).unwrap());
 }
 
+/// What a cryptsetup leaves that is killed in luksOpen: a mapping without a table, or with one
+/// that is not in force yet.
+#[test]
+fn a_mapping_whose_open_was_interrupted_is_opened_and_closed() {
+    let Some(name) = Name::new("interrupted") else {
+        return;
+    };
+    let scratch = Scratch::new(32 * MIB);
+    let (under, passphrase) = (node(&scratch), secret("a passphrase"));
+    format(&under, &passphrase, PassphraseOrigin::Random, DOMAIN).unwrap();
+    let dmsetup = |args: &[&str]| {
+        let environment = [("DM_DISABLE_UDEV", "1")];
+        let output = exec::run("dmsetup", args, &environment, b"", || {}).unwrap();
+        output.status.success()
+    };
+    let uuid = format!("CRYPT-LUKS2-{:032}-{}", 1, name.0);
+    let table = format!("0 1024 linear {} 0", under.node.display());
+    let is_there = || dmsetup(&["info", &name.0]);
+    for with_table in [false, true] {
+        let leave = || {
+            assert!(dmsetup(&["create", &name.0, "--notable", "--uuid", &uuid]));
+            assert!(!with_table || dmsetup(&["load", &name.0, "--table", &table]));
+        };
+        leave();
+        let (over, done) = open(&under, &name.0, &passphrase, false, DOMAIN).unwrap();
+        assert_eq!(done, Done::Now, "with a table: {with_table}");
+        assert!(sysfs::size_bytes(over.dev).unwrap() > 0);
+        assert_eq!(close(&name.0).unwrap(), Done::Now);
+        if with_table {
+            leave();
+            assert_eq!(close(&name.0).unwrap(), Done::Now);
+        }
+        assert!(!is_there());
+    }
+}
+
 #[test]
 fn a_handle_of_any_length_and_characters_is_opened() {
     assert_eq!(name_of("0001-0024-c"), "luks-rbd-0001-0024-c");
