@@ -74,8 +74,8 @@ impl Device {
         }
     }
 
-    /// Whether another file is behind the loop device of its number. For other devices the
-    /// kernel does not tell: false. Asks sysfs, never the device.
+    /// Whether the loop device of its number was attached anew. For other devices the kernel
+    /// does not tell: false. Asks sysfs, never the device.
     pub fn number_is_reused(&self) -> bool {
         let dev = self.encrypted.as_ref().map_or(self.dev, |under| under.dev);
         matches!(self.backing, Backing::Image(_))

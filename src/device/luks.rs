@@ -277,9 +277,9 @@ pub fn open(
     }
     let luks_open = || derive_key("luksOpen", &args, &node, passphrase.reveal(), domain);
     let opened = match luks_open() {
-        // Without a table it is not in sysfs.
-        Err(error) if error.is_in_use() && matches!(find(name), Ok(None)) => {
-            remove_incomplete(name)?;
+        // It may have left the name: without a table a mapping is not in sysfs.
+        Err(error) if error.is_in_use() && !is_name_in_sysfs(name) => {
+            remove_incomplete(name).map_err(|_| error)?;
             luks_open()
         }
         opened => opened,
@@ -330,11 +330,22 @@ fn is_incomplete(mapping: &Mapping) -> Result<bool, LuksError> {
     Ok(bytes == 0)
 }
 
+/// Whether a device of device-mapper with a table has the name, whatever it is.
+fn is_name_in_sysfs(name: &str) -> bool {
+    let has_name = |device: io::Result<fs::DirEntry>| {
+        let text = device.and_then(|it| fs::read_to_string(it.path().join("dm/name")));
+        text.is_ok_and(|text| text.trim_end() == name)
+    };
+    // Where sysfs cannot be read, nothing is removed.
+    fs::read_dir("/sys/block").map_or(true, |mut devices| devices.any(has_name))
+}
+
 /// Removes a mapping without a table in force, which cryptsetup neither opens nor closes. The
 /// kernel refuses to remove one that is open.
 fn remove_incomplete(name: &str) -> Result<(), LuksError> {
-    tracing::warn!(name, "removing the mapping of an interrupted luksOpen");
-    run("dmsetup", "remove", &[name], name, b"", || {}).map(drop)
+    run("dmsetup", "remove", &[name], name, b"", || {})?;
+    tracing::warn!(name, "removed the mapping of an interrupted luksOpen");
+    Ok(())
 }
 
 /// Grows the mapping to the size of the device below. Returns its size in bytes.

@@ -359,7 +359,7 @@ impl Preparing<'_> {
                     mkfs::message(&exit.output),
                 )));
             }
-            if exit.output.contains("too big") {
+            if exit.output.contains("Size of device") && exit.output.contains("too big") {
                 return Err(Cause::precondition(format!(
                     "{} has {has} bytes, too many for {fs}: {}",
                     self.record.source,

@@ -493,7 +493,9 @@ fn lost_device(record: &Record, records: &[Record], index: &Index<'_>) -> bool {
         let its = other.device.as_ref().filter(|its| its.dev == device.dev);
         its.is_some_and(|its| other.source.is_still(its))
     };
-    device.number_is_reused() || records.iter().any(is_its)
+    // Its own image may have been attached anew.
+    let is_reused = device.number_is_reused() && !record.source.is_behind(device.dev);
+    is_reused || records.iter().any(is_its)
 }
 
 /// The mounts of a device other than at its staging path.

@@ -21,7 +21,7 @@ use super::{
 use crate::{
     Detached, Done,
     device::{
-        Device, DeviceError,
+        Device, DeviceError, Source,
         descriptor_lock::{self, Unlock},
         openers::{self, Opener},
         ready,
@@ -203,9 +203,15 @@ pub(super) async fn end_unknown_inline(cx: OnLane<'_>, target: &Path) -> Result<
     })?;
     match left {
         Some(PathKind::Mount(_)) => {
-            if let Some(mut record) = reconcile::rebuild(cx, &staging_path)? {
-                record.inline = Some(target.to_owned());
-                tear_down(cx, &record).await?;
+            let found = reconcile::rebuild(cx, &staging_path)?;
+            if let Some(mut record) = found.filter(|it| matches!(it.source, Source::Loop(_))) {
+                let live = cx.live_target();
+                let is_published = live.is_some();
+                record.inline = Some(live.unwrap_or_else(|| target.to_owned()));
+                cx.volume.hold_record(record.clone());
+                if !is_published {
+                    tear_down(cx, &record).await?;
+                }
             }
         }
         Some(PathKind::Dir) => cx.step("delete", || remove_own(cx, &staging_path))?,
