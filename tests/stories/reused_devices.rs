@@ -246,13 +246,12 @@ async fn assert_left_record_claims_nothing(
     volume: impl Fn(&str, &str) -> Volume,
     devices: impl Fn(&Volume) -> Vec<PathBuf>,
 ) {
-    let records = || files_below(&node.run_dir.join("volumes"));
     let first = volume(&format!("first-{kind}"), kind);
     let second = volume(&format!("second-{kind}"), kind);
     loop {
         node.stage(&first).await.unwrap();
         let device = devices(&first);
-        let records = Vec::from_iter(records());
+        let records = Vec::from_iter(files_below(&node.run_dir.join("volumes")));
         let [record] = &records[..] else {
             panic!("one volume has one record: {records:?}")
         };
@@ -269,12 +268,10 @@ async fn assert_left_record_claims_nothing(
         node.unstage(&second).await.unwrap();
         node.unstage(&first).await.unwrap();
     }
-    let target = node
-        .publish(&second, "pod")
-        .await
-        .map(|()| node.target(&second, "pod"));
+    node.publish(&second, "pod").await.unwrap();
+    let target = node.target(&second, "pod");
     let content = Content::new("second");
-    content.put(&second, &target.unwrap());
+    content.put(&second, &target);
     node.kill9().await;
     node.restart().await;
 
@@ -284,7 +281,7 @@ async fn assert_left_record_claims_nothing(
         .await
         .expect("as it is published nowhere");
     node.unpublish(&second, "another").await.unwrap();
-    content.assert_kept(&second, &node.target(&second, "pod"));
+    content.assert_kept(&second, &target);
     node.down(&second, "pod").await;
 }
 

@@ -169,11 +169,13 @@ async fn an_interrupted_create_is_finished_or_undone() {
     }
 }
 
-/// Sweeps until nothing is busy: a child that another test forks has a copy of a lock for as
-/// long as it has not executed its program.
+/// Sweeps until nothing is busy, and all else is swept: a child that another test forks has a
+/// copy of a lock for as long as it has not executed its program.
 async fn sweep_all(images: &Stores) {
     let sweep = async || {
         let swept = images.sweep(StoreKind::Images).await.unwrap();
+        let is_busy = |error: &_| matches!(error, ProvisionError::Busy(_));
+        assert!(swept.iter().all(is_busy), "{swept:?}");
         swept.is_empty().then_some(())
     };
     eventually("nothing is busy", sweep).await;
