@@ -244,8 +244,7 @@ pub fn find_open(
             node: under.node.clone(),
         });
     }
-    if is_incomplete(&mapping)? {
-        remove_incomplete(name)?;
+    if remove_if_incomplete(&mapping)? == Done::Now {
         return Ok(None);
     }
     // The device below may have grown since a killed agent opened it.
@@ -310,8 +309,7 @@ pub fn close(name: &str) -> Result<Done, LuksError> {
     let Some(mapping) = found else {
         return Ok(Done::Already);
     };
-    if is_incomplete(&mapping)? {
-        remove_incomplete(name)?;
+    if remove_if_incomplete(&mapping)? == Done::Now {
         return Ok(Done::Now);
     }
     match cryptsetup("luksClose", &[name], name) {
@@ -323,11 +321,15 @@ pub fn close(name: &str) -> Result<Done, LuksError> {
     }
 }
 
-/// Whether the mapping has no table in force: cryptsetup was killed while it opened it.
-fn is_incomplete(mapping: &Mapping) -> Result<bool, LuksError> {
+/// Removes the mapping if it has no table in force: cryptsetup was killed while it opened it.
+fn remove_if_incomplete(mapping: &Mapping) -> Result<Done, LuksError> {
     let bytes = sysfs::size_bytes(mapping.over);
     let bytes = bytes.map_err(failed(format!("look at the mapping {}", mapping.name)))?;
-    Ok(bytes == 0)
+    if bytes != 0 {
+        return Ok(Done::Already);
+    }
+    remove_incomplete(&mapping.name)?;
+    Ok(Done::Now)
 }
 
 /// Whether a device of device-mapper with a table has the name, whatever it is.
@@ -343,7 +345,7 @@ fn is_name_in_sysfs(name: &str) -> bool {
 /// Removes a mapping without a table in force, which cryptsetup neither opens nor closes. The
 /// kernel refuses to remove one that is open.
 fn remove_incomplete(name: &str) -> Result<(), LuksError> {
-    run("dmsetup", "remove", &[name], name, b"", || {})?;
+    run_program("dmsetup", "remove", &[name], name, b"", || {})?;
     tracing::warn!(name, "removed the mapping of an interrupted luksOpen");
     Ok(())
 }
@@ -449,7 +451,6 @@ fn read_if_there(device: &Path) -> io::Result<Option<Mapping>> {
     }))
 }
 
-const CRYPTSETUP: &str = "cryptsetup";
 /// cryptsetup(8): wrong passphrase.
 const NO_PERMISSION: i32 = 2;
 /// cryptsetup(8): the device exists already, or is busy.
@@ -477,14 +478,24 @@ fn derive_key(
     // Its queue has no limit.
     let permit = GATE.get().and_then(|gate| gate.enter_on_lane(domain).ok());
     let lives = || permit.iter().for_each(Permit::renew);
-    run(CRYPTSETUP, action, args, what, input.as_bytes(), lives)
+    run(action, args, what, input.as_bytes(), lives)
 }
 
 fn cryptsetup(action: &'static str, args: &[&str], what: &str) -> Result<Vec<u8>, LuksError> {
-    run(CRYPTSETUP, action, args, what, b"", || {})
+    run(action, args, what, b"", || {})
 }
 
 fn run(
+    action: &'static str,
+    args: &[&str],
+    what: &str,
+    input: &[u8],
+    lives: impl Fn(),
+) -> Result<Vec<u8>, LuksError> {
+    run_program("cryptsetup", action, args, what, input, lives)
+}
+
+fn run_program(
     program: &'static str,
     action: &'static str,
     args: &[&str],

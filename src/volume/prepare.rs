@@ -351,17 +351,22 @@ impl Preparing<'_> {
         let device = &self.attached.device;
         if !exit.success() {
             let has = sysfs::size_bytes(device.dev).map_err(Cause::io("read the device's size"))?;
-            if has < fs.least_bytes() {
+            let is_too_big = || {
+                ["Size of device", "too big"]
+                    .iter()
+                    .all(|it| exit.output.contains(it))
+            };
+            let misfit = if has < fs.least_bytes() {
+                Some(format!(
+                    "too few for {fs}, which needs {}",
+                    fs.least_bytes()
+                ))
+            } else {
+                is_too_big().then(|| format!("too many for {fs}"))
+            };
+            if let Some(misfit) = misfit {
                 return Err(Cause::precondition(format!(
-                    "{} has {has} bytes, too few for {fs}, which needs {}: {}",
-                    self.record.source,
-                    fs.least_bytes(),
-                    mkfs::message(&exit.output),
-                )));
-            }
-            if exit.output.contains("Size of device") && exit.output.contains("too big") {
-                return Err(Cause::precondition(format!(
-                    "{} has {has} bytes, too many for {fs}: {}",
+                    "{} has {has} bytes, {misfit}: {}",
                     self.record.source,
                     mkfs::message(&exit.output),
                 )));

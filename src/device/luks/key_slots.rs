@@ -27,7 +27,7 @@
 use serde::Deserialize;
 use serde_json::json;
 
-use super::{CRYPTSETUP, LuksError, cryptsetup, derive_key, header::LuksHeader, run};
+use super::{LuksError, cryptsetup, derive_key, header::LuksHeader, run};
 use crate::{crash_point, kernel::block::BlockDev, secret::Secret};
 
 /// The type of the token of a rotation under way.
@@ -214,15 +214,7 @@ impl<'a> KeySlots<'a> {
         });
         let token = token.to_string();
         let args = ["import", "--json-file=-", &self.node];
-        run(
-            CRYPTSETUP,
-            "token",
-            &args,
-            &self.node,
-            token.as_bytes(),
-            || {},
-        )
-        .map(drop)
+        run("token", &args, &self.node, token.as_bytes(), || {}).map(drop)
     }
 
     fn remove_token(&self, id: u32) -> Result<(), LuksError> {

@@ -110,18 +110,15 @@ fn a_mapping_whose_open_was_interrupted_is_opened_and_closed() {
     let scratch = Scratch::new(32 * MIB);
     let (under, passphrase) = (node(&scratch), secret("a passphrase"));
     format(&under, &passphrase, PassphraseOrigin::Random, DOMAIN).unwrap();
-    let dmsetup = |args: &[&str]| {
-        let environment = [("DM_DISABLE_UDEV", "1")];
-        let output = exec::run("dmsetup", args, &environment, b"", || {}).unwrap();
-        output.status.success()
-    };
+    let dmsetup =
+        |action, args: &[&str]| run_program("dmsetup", action, args, &name.0, b"", || {}).is_ok();
     let uuid = format!("CRYPT-LUKS2-{:032}-{}", 1, name.0);
     let table = format!("0 1024 linear {} 0", under.node.display());
-    let is_there = || dmsetup(&["info", &name.0]);
+    let is_there = || dmsetup("info", &[&name.0]);
     for with_table in [false, true] {
         let leave = || {
-            assert!(dmsetup(&["create", &name.0, "--notable", "--uuid", &uuid]));
-            assert!(!with_table || dmsetup(&["load", &name.0, "--table", &table]));
+            assert!(dmsetup("create", &[&name.0, "--notable", "--uuid", &uuid]));
+            assert!(!with_table || dmsetup("load", &[&name.0, "--table", &table]));
         };
         leave();
         let (over, done) = open(&under, &name.0, &passphrase, false, DOMAIN).unwrap();
