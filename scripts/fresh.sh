@@ -34,13 +34,7 @@ inside() {
   mkdir -p "$root"/{rust,root/.cargo/registry,root/uring-csi}
   git ls-files -z --cached --others --exclude-standard |
     tar -c --null --files-from=- | tar -x -C "$root/root/uring-csi"
-  cp --remove-destination /etc/resolv.conf "$root/etc/"
-  # This machine's access to PyPI, as make_root passes apt's; the package ca-certificates
-  # replaces the list of authorities.
-  if [[ -e /etc/pip.conf ]]; then
-    cp -L /etc/ssl/certs/ca-certificates.crt "$root/etc/pip-ca.crt"
-    sed 's|^cert *=.*|cert = /etc/pip-ca.crt|' /etc/pip.conf >"$root/etc/pip.conf"
-  fi
+  network_access "$root"
   enter_root "$root" toolchain_and_registry
   local tests="make --keep-going ${ONLY:-test}"
   [[ ${ONLY:-} != demo ]] || tests=true
@@ -54,7 +48,7 @@ inside() {
     make demo FAULTS=1
     $1' - "$tests"
 }
-export -f debian_mirror make_root enter_root toolchain_and_registry inside
+export -f debian_mirror make_root network_access enter_root toolchain_and_registry inside
 
 failed=0
 for suite; do

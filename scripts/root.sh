@@ -22,6 +22,15 @@ make_root() {
   mmdebstrap --quiet --variant=apt ${access:+--aptopt="$access"} "$@" "$suite" "$root" "$(debian_mirror)"
 }
 
+# `network_access ROOT`: this machine's names of hosts, and its access to PyPI, as make_root
+# passes apt's. The package ca-certificates replaces the list of authorities.
+network_access() {
+  cp --remove-destination /etc/resolv.conf "$1/etc/"
+  [[ -e /etc/pip.conf ]] || return 0
+  cp -L /etc/ssl/certs/ca-certificates.crt "$1/etc/pip-ca.crt"
+  sed 's|^cert *=.*|cert = /etc/pip-ca.crt|' /etc/pip.conf >"$1/etc/pip.conf"
+}
+
 # Runs a script, by `bash -c` and with these arguments, in its own mount and process
 # namespaces, so that no mount and no process remains, however it ends.
 in_namespaces() {

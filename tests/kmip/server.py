@@ -5,6 +5,7 @@ answers, it prints its port and the identifier of the key, an active one of AES.
 its standard input does.
 """
 
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -61,6 +62,8 @@ def make_key(port):
 
 
 os.setsid()
+# Python 3.14 would start the server's manager by another method, which runs this file again.
+multiprocessing.set_start_method("fork")
 port = free_port()
 server = KmipServer(
     hostname="127.0.0.1",
