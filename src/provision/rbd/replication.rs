@@ -130,20 +130,13 @@ impl RbdStore {
             Err(RbdError::Lost { .. }) => return Err(syncing(found, COPIED_ANEW)),
             image => image?,
         };
-        let entered = found
-            .recorded
-            .as_ref()
-            .map(|recorded| &recorded.entry.image_id);
-        // The daemon has created it, and is about to enter that it is a mirror.
-        if image.mirroring()? == Mirroring::None
-            && entered.is_some()
-            && entered != Some(&image.id()?)
-        {
+        let role = image.mirroring()?;
+        if role == Mirroring::None && is_replaced(found, &image)? {
             return Err(syncing(found, COPIED_ANEW));
         }
         expect(
             found,
-            &image,
+            role,
             Mirroring::Secondary,
             "only a secondary image is made equal to its primary",
         )?;
@@ -203,7 +196,7 @@ impl RbdStore {
         let image = found.open(OpenMode::ReadOnly)?;
         expect(
             &found,
-            &image,
+            image.mirroring().map_err(RbdError::from)?,
             Mirroring::Primary,
             "only of a primary image its mirrors are known",
         )?;
@@ -294,8 +287,21 @@ const NOT_MIRRORED: &str = "it is not mirrored";
 const ENDS: &str = "its mirroring ends";
 const COPIED_ANEW: &str = "it is deleted, and being copied anew";
 
-fn expect(found: &FoundImage, image: &Image, role: Mirroring, why: &str) -> Result<(), RbdError> {
-    let now = image.mirroring()?;
+/// Whether a daemon copies this image anew, which is not mirrored. The daemon removes the
+/// old one, perhaps since it was opened, creates another, and enters last that this is a
+/// mirror.
+pub(super) fn is_replaced(found: &FoundImage, image: &Image) -> Result<bool, RbdError> {
+    let id = image.id()?;
+    if (found.recorded.as_ref()).is_some_and(|recorded| recorded.entry.image_id != id) {
+        return Ok(true);
+    }
+    match found.open(OpenMode::ReadOnly) {
+        Err(RbdError::Lost { .. }) => Ok(true),
+        now => Ok(now?.id()? != id),
+    }
+}
+
+fn expect(found: &FoundImage, now: Mirroring, role: Mirroring, why: &str) -> Result<(), RbdError> {
     if now == role {
         return Ok(());
     }

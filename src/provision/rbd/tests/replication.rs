@@ -6,7 +6,9 @@ use serde_json::json;
 use super::*;
 use crate::{
     ceph::client::rbd::{Image, Mirroring, OpenMode},
-    provision::{Replicated, ReplicationChange, ReplicationParameters},
+    provision::{
+        Replicated, ReplicationChange, ReplicationParameters, rbd::replication::is_replaced,
+    },
 };
 
 impl Home {
@@ -216,6 +218,27 @@ async fn a_resync_is_of_a_secondary_image_and_only_by_force() {
     assert_eq!(resync(false).await.unwrap(), Replicated::NotYet);
     let flagged = resync(true).await.unwrap_err();
     assert_eq!(flagged.kind(), ErrorKind::Transient, "{flagged}");
+}
+
+/// A daemon that resyncs removes and creates an image between any two looks at it.
+#[tokio::test]
+async fn an_image_that_is_replaced_while_it_is_open_is_not_taken_for_one_that_is_not_mirrored() {
+    let Some(home) = Home::new() else { return };
+    let made = home.make(home.volume("one", MIB)).await;
+    let rbd = store_over(home.dir.path(), None, PurgeTimes::default());
+    let found = || rbd.volume(&made.handle, &home.secrets()).unwrap();
+    let open = |name: &str| Image::open(&home.io(), name, OpenMode::ReadOnly).unwrap();
+    let (old, image) = (found(), &made.context["imageName"]);
+    let opened = open(image);
+    assert!(!is_replaced(&old, &opened).unwrap());
+    let path = home.path(&made);
+    home.cluster
+        .rbd(&["rename", &path, &format!("{path}-away")]);
+    assert!(is_replaced(&old, &opened).unwrap());
+    home.cluster.rbd(&["create", "--size", "1M", &path]);
+    assert!(is_replaced(&old, &opened).unwrap());
+    // Found only now.
+    assert!(is_replaced(&found(), &open(image)).unwrap());
 }
 
 #[tokio::test]
