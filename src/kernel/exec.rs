@@ -77,9 +77,10 @@ pub fn background<A: AsRef<OsStr>>(program: &str, args: &[A]) -> Command {
     const NICE: i32 = 10;
     let mut command = command(program, args);
     let yields = || {
-        // Both fail only if a filter refuses them; then the program runs at the usual
-        // priority.
-        let _ = rustix::process::setpriority_process(None, NICE);
+        // These fail only if a filter refuses them; then the program runs at the usual
+        // priority. An agent's own may be lower.
+        let own = rustix::process::getpriority_process(None).unwrap_or(0);
+        let _ = rustix::process::setpriority_process(None, own.max(NICE));
         // SAFETY: the call takes numbers only.
         let _ = unsafe {
             libc::syscall(
@@ -91,7 +92,7 @@ pub fn background<A: AsRef<OsStr>>(program: &str, args: &[A]) -> Command {
         };
         Ok(())
     };
-    // SAFETY: between fork and exec the closure makes two system calls and allocates
+    // SAFETY: between fork and exec the closure makes system calls alone, and allocates
     // nothing.
     unsafe { command.pre_exec(yields) };
     command

@@ -14,7 +14,7 @@ use std::{
 use futures_util::future::join_all;
 use testkit::{
     Controller, ControllerSetup, MIB, Sandbox, TestCluster, Volume, claim, eventually,
-    from_snapshot, from_volume, program, refused, request, run, run_err, story,
+    from_snapshot, from_volume, program, refused, refused_by_monitor, request, run, run_err, story,
 };
 use tonic::{
     Code::{
@@ -441,8 +441,12 @@ fn invalid_parameters_are_named_and_secrets_are_not() {
             .secrets
             .insert("userKey".to_owned(), wrong_key.clone());
         for answer in [
-            controller.delete(&made.volume_id).await,
-            controller.create(ceph.claim("v", MIB)).await.map(drop),
+            refused_by_monitor(async || controller.delete(&made.volume_id).await).await,
+            refused_by_monitor(async || {
+                let claim = ceph.claim("v", MIB);
+                controller.create(claim).await.map(drop)
+            })
+            .await,
         ] {
             let said = format!("{answer:?}");
             assert!(!said.contains(&wrong_key), "{said}");

@@ -3,6 +3,7 @@
 
 use testkit::{
     Ceph, KINDS, Machine, Mode, Node, NodeSetup, Supervisor, Volume, ceph_story, rbds_of, refused,
+    refused_by_monitor,
 };
 use tonic::Code::{FailedPrecondition, InvalidArgument, NotFound, Unauthenticated, Unavailable};
 
@@ -25,7 +26,8 @@ fn wrong_credentials_are_unauthenticated() {
         // The administrator's key is valid, but not this user's.
         for (name, value) in [("userKey", &*ceph.cluster.admin_key), ("userID", "nobody")] {
             let other = with_secret(&volume, name, value);
-            refused(node.stage(&other).await, Unauthenticated, &["userKey"]);
+            let answer = refused_by_monitor(async || node.stage(&other).await).await;
+            refused(answer, Unauthenticated, &["userKey"]);
         }
         let broken = with_secret(&volume, "userKey", "not/base64!");
         refused(node.stage(&broken).await, Unauthenticated, &["userKey"]);
@@ -102,7 +104,8 @@ fn rbd_nbd_fails_with_the_errors_of_krbd() {
             let volume = served(ceph.volume("ext4"));
             for (name, value) in [("userKey", &*ceph.cluster.admin_key), ("userID", "nobody")] {
                 let other = with_secret(&volume, name, value);
-                refused(node.stage(&other).await, Unauthenticated, &["userKey"]);
+                let answer = refused_by_monitor(async || node.stage(&other).await).await;
+                refused(answer, Unauthenticated, &["userKey"]);
             }
             let image = served(ceph.over("no-such-image", "ext4"));
             refused(node.stage(&image).await, NotFound, &["no-such-image"]);

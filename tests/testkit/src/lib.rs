@@ -171,6 +171,19 @@ pub async fn eventually<T>(what: &str, mut check: impl AsyncFnMut() -> Option<T>
     .unwrap_or_else(|_| panic!("waited {timeout:?} in vain: {what}"))
 }
 
+/// The answer to a call whose user or key the cluster refuses. A monitor of Ceph 20.2 that is
+/// asked by its older protocol (v1) may close the connection before it has sent the refusal;
+/// the client asks again after three seconds, and the call may run out of time before that.
+pub async fn refused_by_monitor<T>(
+    mut call: impl AsyncFnMut() -> Result<T, Status>,
+) -> Result<T, Status> {
+    eventually("the monitor's refusal", async || match call().await {
+        Err(status) if status.code() == Code::Unavailable => None,
+        answer => Some(answer),
+    })
+    .await
+}
+
 /// Asserts that `result` is an error of this `code` whose sentence has each of `words`.
 #[track_caller]
 pub fn refused<T: Debug>(result: Result<T, Status>, code: Code, words: &[&str]) {
