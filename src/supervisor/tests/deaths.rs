@@ -135,9 +135,10 @@ fn a_daemon_that_dies_in_an_unmap_is_replaced_and_the_data_is_written() {
     let supervisor = test.supervisor();
     let (node, _) = test.map(&supervisor).unwrap();
     let first = supervisor.status(&test).pid;
-    let file = fs::OpenOptions::new().write(true).open(&node).unwrap();
-    // The write would wait for a page that udevd is reading.
-    flock(&file, FlockOperation::LockExclusive).unwrap();
+    let mut options = fs::OpenOptions::new();
+    let file = options.read(true).write(true).open(&node).unwrap();
+    // The write then waits for no read, not even for one of udevd.
+    file.read_exact_at(&mut vec![0; MIB], 0).unwrap();
     signal(first, Signal::STOP);
     // Into the kernel's memory alone.
     file.write_all_at(&vec![8; MIB], 0).unwrap();
