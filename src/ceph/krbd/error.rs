@@ -174,7 +174,9 @@ fn reason(source: &io::Error) -> &'static str {
         Some(Errno::NXIO) => {
             ": it has features that this kernel's RBD driver lacks (rbd info; rbd feature disable)"
         }
-        Some(Errno::INVAL) => ": the driver does not know one of its map options",
+        Some(Errno::INVAL) => {
+            ": the driver does not know one of its map options, or the type of the user's key (AES-256 of Ceph 20 takes a newer kernel, or rbd-nbd)"
+        }
         Some(Errno::TIMEDOUT | Errno::IO) => ": the cluster did not answer in time",
         Some(Errno::SHUTDOWN) => ": the cluster has blocklisted this node",
         _ => "",
