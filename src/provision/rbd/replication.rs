@@ -30,7 +30,7 @@ use crate::{
     ceph::{
         client::rbd::{
             Features, Image, MirrorMode, MirrorSite, MirrorSites, MirrorState, Mirroring, OpenMode,
-            is_mirroring_on,
+            image_id, is_mirroring_on,
         },
         csi_format::journal::CreateState,
     },
@@ -292,13 +292,11 @@ const COPIED_ANEW: &str = "it is deleted, and being copied anew";
 /// mirror.
 pub(super) fn is_replaced(found: &FoundImage, image: &Image) -> Result<bool, RbdError> {
     let id = image.id()?;
-    if (found.recorded.as_ref()).is_some_and(|recorded| recorded.entry.image_id != id) {
+    let recorded = found.recorded.as_ref();
+    if recorded.is_some_and(|recorded| recorded.entry.image_id != id) {
         return Ok(true);
     }
-    match found.open(OpenMode::ReadOnly) {
-        Err(RbdError::Lost { .. }) => Ok(true),
-        now => Ok(now?.id()? != id),
-    }
+    Ok(image_id(&found.pool, &found.image)? != Some(id))
 }
 
 fn expect(found: &FoundImage, now: Mirroring, role: Mirroring, why: &str) -> Result<(), RbdError> {
