@@ -107,12 +107,22 @@ osd recovery sleep = 0.001
 """
 
 
-def new_keys(count):
-    """cephx secrets: the type, when each was made (two numbers), the length, and the random
-    bytes (CryptoKey::encode). They have the type of one that Ceph's tool makes: a new
-    cluster of 20.2 takes AES-256 alone, which older releases do not know.
+def key_type():
+    """Of the keys that this machine's kernel takes (`aes`), where a new cluster would take
+    AES-256 alone, as those of 20.2 do. Linux has it from 7.0 (CEPH_CRYPTO_AES256KRB5).
     """
-    made = subprocess.run(["ceph-authtool", "--gen-print-key"], stdout=subprocess.PIPE, check=True)
+    version = tuple(map(int, os.uname().release.split(".")[:2]))
+    usage = subprocess.run(["ceph-authtool", "--help"], capture_output=True).stdout
+    return "aes" if version < (7, 0) and b"--key-type" in usage else None
+
+
+def new_keys(count, of_type):
+    """cephx secrets: the type, when each was made (two numbers), the length, and the random
+    bytes (CryptoKey::encode). They have the type of one that Ceph's tool makes.
+    """
+    command = ["ceph-authtool", "--gen-print-key"]
+    command += ["--key-type", of_type] if of_type else []
+    made = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     head_bytes = struct.calcsize("<HIIH")
     secret = base64.b64decode(made.stdout)
     head, length = secret[:head_bytes], len(secret) - head_bytes
@@ -134,6 +144,7 @@ class Cluster:
         self.size = size
         self.conf = directory / "ceph.conf"
         self.fsid = str(uuid.uuid4())
+        self.key_type = key_type()
         # Every monitor has the usual ports, at a loopback address of its own.
         net = "127." + ".".join(str(random.randint(1, 254)) for _ in range(2))
         first = random.randint(1, 254 - size)
@@ -153,7 +164,7 @@ class Cluster:
             f"client.{USER}": USER_CAPS,
             **{f"osd.{osd}": of_osd for osd in osds},
         }
-        keys = dict(zip(caps, new_keys(len(caps))))
+        keys = dict(zip(caps, new_keys(len(caps), self.key_type)))
         of_daemons = [f"mon.{name}" for name in self.monitors] + [f"osd.{osd}" for osd in osds]
         for name in (*of_daemons, "mgr.x", "crash"):
             (self.dir / name).mkdir()
@@ -216,7 +227,11 @@ class Cluster:
         """With `mon host` alone, a monitor would not know its own name."""
         path = self.dir / "monmap"
         each = [("--addv", name, self.address_vector(name)) for name in self.monitors]
-        self.tool("monmaptool", "--create", "--fsid", self.fsid, *sum(each, ()), path)
+        ciphers = ()
+        if self.key_type:
+            of = ("service-cipher", "allowed-ciphers", "preferred-cipher")
+            ciphers = sum(((f"--auth-{setting}", self.key_type) for setting in of), ())
+        self.tool("monmaptool", "--create", "--fsid", self.fsid, *sum(each, ()), *ciphers, path)
         return path
 
     def tool(self, program, *args):
