@@ -132,7 +132,8 @@ impl Attempt<'_> {
     }
 
     /// Gives up an attempt of ceph-csi, so that another begins under a new uuid. Of its images
-    /// only those are removed that have no header, and so no data.
+    /// only those are removed that have no header, and so no data; and the snapshot on the
+    /// source of a snapshot, which would count as a user's without its entry.
     pub fn give_up(&self, entry: &JournalEntry) -> Result<(), RbdError> {
         let (directory, pool) = (self.directory, self.pool);
         if !entry.is_complete() {
@@ -140,6 +141,11 @@ impl Attempt<'_> {
                 if rbd::remains(pool, &image)? == Remains::WithoutHeader {
                     or_missing(rbd::remove(pool, &image))?;
                 }
+            }
+            if self.journal.kind() == JournalKind::Snapshot
+                && let Some((pool, source)) = self.source(entry)?
+            {
+                drop_snapshot(&pool, &source, &entry.image)?;
             }
         }
         let (name, uuid) = (self.name, self.reserved.uuid);

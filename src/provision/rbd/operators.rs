@@ -64,10 +64,19 @@ impl Operators {
 
     /// The user of a cluster.
     pub fn credentials(&self, cluster_id: &str) -> Result<Credentials, RbdError> {
-        let Some(dir) = self.dir(cluster_id) else {
-            return Err(RbdError::NoSecrets(cluster_id.to_owned()));
-        };
-        read(dir)
+        Ok(self.read(cluster_id)?.0)
+    }
+
+    /// All that is in the directory of a cluster's user, as a request's secrets.
+    pub fn secrets(&self, cluster_id: &str) -> Result<Secrets, RbdError> {
+        Ok(self.read(cluster_id)?.1)
+    }
+
+    fn read(&self, cluster_id: &str) -> Result<(Credentials, Secrets), RbdError> {
+        match self.dir(cluster_id) {
+            Some(dir) => read(dir),
+            None => Err(RbdError::NoSecrets(cluster_id.to_owned())),
+        }
     }
 
     /// Fails with the first directory that has no user.
@@ -76,13 +85,14 @@ impl Operators {
     }
 }
 
-fn read(dir: &Path) -> Result<Credentials, RbdError> {
+fn read(dir: &Path) -> Result<(Credentials, Secrets), RbdError> {
     let unusable = |source| RbdError::OwnSecrets {
         path: dir.to_owned(),
         source,
     };
     let secrets = Secrets::read_dir(dir).map_err(|e| unusable(e.into()))?;
-    Credentials::from_secrets(&secrets).map_err(|e| unusable(e.into()))
+    let credentials = Credentials::from_secrets(&secrets).map_err(|e| unusable(e.into()))?;
+    Ok((credentials, secrets))
 }
 
 #[cfg(test)]

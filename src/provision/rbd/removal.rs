@@ -22,7 +22,7 @@ use crate::{
     ceph::{
         client::{
             or_missing,
-            rbd::{Header, Image, Mirroring, OpenMode},
+            rbd::{Header, Image, Mirroring, OpenMode, trash},
         },
         csi_format::journal::{Journal, JournalEntry, JournalKind},
     },
@@ -86,7 +86,7 @@ impl RbdStore {
     }
 
     /// Whether a site has or may have an image, after the delete, that the passphrase opens; or
-    /// the trash, for a user's snapshot.
+    /// the trash, for a user's snapshot or until the expiry time by which a user moved it there.
     fn is_key_kept(
         &self,
         all: &[FoundImage],
@@ -106,6 +106,16 @@ impl RbdStore {
                     image,
                     snapshots,
                     "the passphrase of a deleted volume is kept in its KMS, under the handle: its image stays in the trash, because it has snapshots that no copy of this driver has left"
+                );
+                return Ok(true);
+            }
+            if has_expiry(found)? {
+                let image = found.path();
+                tracing::warn!(
+                    handle,
+                    kms,
+                    image,
+                    "the passphrase of a deleted volume is kept in its KMS, under the handle: its image stays in the trash, to which it was moved with an expiry time"
                 );
                 return Ok(true);
             }
@@ -234,6 +244,18 @@ fn snapshots_of_users(found: &FoundImage) -> Result<Option<String>, RbdError> {
     };
     let (_, others) = sort_snapshots(pool, &found.image, &image)?;
     Ok((!others.is_empty()).then(|| others.join(", ")))
+}
+
+/// Whether a user has moved an image to the trash with an expiry time: from there it may be
+/// restored.
+fn has_expiry(found: &FoundImage) -> Result<bool, RbdError> {
+    if found.image_id.is_empty() {
+        return Ok(false);
+    }
+    match trash::get(&found.pool, &found.image_id) {
+        Err(error) if error.is_not_found() => Ok(false),
+        trashed => Ok(trashed?.has_expiry()),
+    }
 }
 
 /// What a delete removes of a volume with that image. An image that was found by

@@ -376,8 +376,7 @@ fn empty(
         Err(error) => return Err(error.into()),
     };
     let mut freed = None;
-    // A delete moves it without an expiry time.
-    if trashed.deferred_until <= trashed.deleted {
+    if !trashed.has_expiry() {
         let parent = bare(pool, &trashed)?;
         let task = json!({
             "prefix": "rbd task add trash remove",

@@ -40,6 +40,13 @@ pub struct Trashed {
     pub deferred_until: SystemTime,
 }
 
+impl Trashed {
+    /// Whether it was moved there with an expiry time. A delete moves images without one.
+    pub fn has_expiry(&self) -> bool {
+        self.deferred_until > self.deleted
+    }
+}
+
 /// Moves an image to the trash, from which only `force` removes it before `delay` is over
 /// (whole seconds). An image that is open for writing is busy ([`CephError::is_busy`]).
 pub fn move_image(io: &IoCtx, name: &str, delay: Duration) -> Result<(), CephError> {

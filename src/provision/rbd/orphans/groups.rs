@@ -13,12 +13,9 @@ use super::{
     NamedGroup, Survey,
     look::{Candidate, Subject},
 };
-use crate::{
-    ceph::{
-        client::{rados::IoCtx, rbd::group},
-        csi_format::journal::{CreateState, JournalKind},
-    },
-    secret::Secrets,
+use crate::ceph::{
+    client::{rados::IoCtx, rbd::group},
+    csi_format::journal::{CreateState, JournalKind},
 };
 
 /// The group of Ceph in that pool with that uuid.
@@ -104,8 +101,7 @@ impl Survey<'_> {
             removed.map_err(RbdError::from)?;
             return Ok(true);
         }
-        let secrets = Secrets::default();
-        let place = (self.store).group_place(self.link.clone(), it.pool.clone(), &secrets);
+        let place = (self.store).group_place(self.link.clone(), it.pool.clone(), &self.secrets);
         place.abandon(&it.name, it.reserved, None)
     }
 

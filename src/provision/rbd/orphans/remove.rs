@@ -21,7 +21,6 @@ use crate::{
         },
         csi_format::journal::{CreateState, JournalEntry},
     },
-    secret::Secrets,
 };
 
 impl RbdStore {
@@ -146,7 +145,7 @@ impl Survey<'_> {
             pool,
             name: &it.name,
             reserved: it.reserved,
-            secrets: &Secrets::default(),
+            secrets: &self.secrets,
         };
         match &it.entry {
             Some(

@@ -325,7 +325,7 @@ impl Home {
     }
 
     /// The same for a snapshot's.
-    fn snapshot_reserved_by_ceph_csi(&self, name: &str) -> String {
+    pub(super) fn snapshot_reserved_by_ceph_csi(&self, name: &str) -> String {
         self.reserved(
             name,
             [
@@ -335,6 +335,19 @@ impl Home {
                 "csi-snap-",
             ],
         )
+    }
+
+    /// ceph-csi enters the source of a reserved snapshot, and makes a snapshot of that name on
+    /// it. Returns the path of the source's image.
+    pub(super) fn cut_by_ceph_csi(&self, source: &VolumeInfo, snapshot: &str) -> String {
+        let image = &source.context["imageName"];
+        let object = snapshot.replacen("csi-snap-", "csi.snap.", 1);
+        let io = self.io();
+        io.omap_set(&object, &[("csi.source", image)]).unwrap();
+        let path = format!("{}/{image}", self.pool);
+        let made = format!("{path}@{snapshot}");
+        self.cluster.rbd(&["snap", "create", &made]);
+        path
     }
 
     fn reserved(&self, name: &str, [prefix, key, directory, image]: [&str; 4]) -> String {
@@ -359,9 +372,12 @@ async fn a_partial_image_of_ceph_csi_is_created_anew() {
         let between = format!("{}-temp", home.reserved_by_ceph_csi("copy"));
         home.half_made(&between, &half);
         let snapshot = home.snapshot_reserved_by_ceph_csi("moment");
+        let cut = home.cut_by_ceph_csi(&source, &snapshot);
         home.half_made(&snapshot, &half);
         let moment = home.snapshot("moment", &source.handle);
         home.rbd.create_snapshot(moment).await.unwrap();
+        let on_source = home.cluster.rbd(&["snap", "ls", &cut]);
+        assert!(!on_source.contains(&snapshot), "{on_source}");
         let plain = home.make(home.volume("plain", MIB)).await;
         let mut copy = home.volume("copy", MIB);
         copy.source = Some(ContentSource::Volume(source.handle));

@@ -44,7 +44,7 @@ impl Home {
     }
 
     /// The object of a volume's entry.
-    fn entry(handle: &str) -> String {
+    pub(super) fn entry(handle: &str) -> String {
         format!("csi.volume.{}", &handle[handle.len() - 36..])
     }
 }
@@ -277,12 +277,18 @@ async fn a_delete_waits_for_a_vault_that_does_not_answer() {
     let VaultHome { home, vault } = &there;
     let made = home.make(there.volume("one", "vault")).await;
     let delete = || home.rbd.delete_volume(made.handle.clone(), there.secrets());
-    // While its configuration is edited.
-    std::fs::write(home.dir.path().join("kms.json"), "{").unwrap();
-    let refused = delete().await.unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::Transient, "{refused}");
-    assert!(refused.to_string().contains("kms.json"), "{refused}");
-    assert!(vault.passphrase(&made.handle).is_some());
+    // While its configuration is edited, or not mounted yet.
+    let file = home.dir.path().join("kms.json");
+    std::fs::write(&file, "{").unwrap();
+    for is_there in [true, false] {
+        if !is_there {
+            std::fs::remove_file(&file).unwrap();
+        }
+        let refused = delete().await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Transient, "{refused}");
+        assert!(refused.to_string().contains("kms.json"), "{refused}");
+        assert!(vault.passphrase(&made.handle).is_some());
+    }
     there.configure(&[("vaultAddress", "https://127.0.0.1:1")]);
     let refused = delete().await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Transient, "{refused}");

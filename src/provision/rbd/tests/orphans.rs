@@ -2,7 +2,7 @@
 
 use uuid::Uuid;
 
-use super::*;
+use super::{encrypted::VaultHome, *};
 use crate::{
     Done,
     ceph::client::rbd::{Image, OpenMode},
@@ -371,6 +371,36 @@ async fn an_attempt_of_ceph_csi_stays_while_its_image_may_be_complete() {
     home.removes(OrphanKind::Incomplete).await;
     let directory = home.io().omap_list("csi.volumes.default", "").unwrap();
     assert!(directory.is_empty(), "{directory:?}");
+}
+
+#[tokio::test]
+async fn a_snapshot_that_ceph_csi_began_keeps_no_deleted_volume() {
+    let Some(home) = Home::new() else { return };
+    let source = home.make(home.volume("source", MIB)).await;
+    let snapshot = home.snapshot_reserved_by_ceph_csi("left");
+    let cut = home.cut_by_ceph_csi(&source, &snapshot);
+    home.removes(OrphanKind::Incomplete).await;
+    assert_eq!(home.cluster.rbd(&["snap", "ls", &cut]), "");
+    home.delete(&source.handle).await.unwrap();
+    // Nothing keeps it in the trash.
+    assert_eq!(home.orphans().await, []);
+}
+
+#[tokio::test]
+async fn the_passphrase_of_an_orphan_is_removed_with_the_secret_of_its_user() {
+    let Some(there) = VaultHome::new() else {
+        return;
+    };
+    let VaultHome { home, vault } = &there;
+    let made = home.make(there.volume("left", "vault")).await;
+    // As if its create had been given up.
+    let entry = Home::entry(&made.handle);
+    let io = home.io();
+    io.omap_set(&entry, &[("uring-csi.making", "1")]).unwrap();
+    io.omap_remove(&entry, &["csi.imageid"]).unwrap();
+    std::fs::write(home.dir.path().join("vault-ca"), vault.ca()).unwrap();
+    home.removes(OrphanKind::Incomplete).await;
+    assert_eq!(vault.passphrase(&made.handle), None);
 }
 
 #[tokio::test]

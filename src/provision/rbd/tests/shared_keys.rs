@@ -154,6 +154,29 @@ async fn a_snapshot_s_key_stays_as_long_as_a_site_has_its_image() {
 }
 
 #[tokio::test]
+async fn the_key_stays_of_an_image_that_a_user_moved_to_the_trash_with_an_expiry_time() {
+    let Some(there) = VaultHome::new() else {
+        return;
+    };
+    let VaultHome { home, vault } = &there;
+    for is_kept in [true, false] {
+        let made = home
+            .make(there.volume(&format!("kept-{is_kept}"), "vault"))
+            .await;
+        let image = format!("{}/{}", home.pool, made.context["imageName"]);
+        let own = vault.passphrase(&made.handle).unwrap();
+        let mut to_trash = vec!["trash", "mv", &image];
+        if is_kept {
+            to_trash.extend(["--expires-at", "2099-01-01"]);
+        }
+        home.cluster.rbd(&to_trash);
+        let (handle, secrets) = (made.handle.clone(), there.secrets());
+        home.rbd.delete_volume(handle, secrets).await.unwrap();
+        assert_eq!(vault.passphrase(&made.handle), is_kept.then_some(own));
+    }
+}
+
+#[tokio::test]
 async fn the_key_stays_while_the_trash_keeps_the_image_for_a_user_s_snapshot() {
     let Some(there) = VaultHome::new() else {
         return;
