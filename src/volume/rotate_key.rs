@@ -24,6 +24,11 @@ pub(super) async fn rotate_key(cx: Context<'_>, volume_path: &Path) -> Result<Ou
 
 fn on_lane(cx: OnLane<'_>, record: &Record) -> Result<Outcome, Cause> {
     let device = record.attached_device()?;
+    if record.found && device.encrypted.is_some() {
+        return Err(Cause::precondition(
+            "another driver staged it, or its record was lost, so the KMS of its passphrase is not known until kubelet stages it again",
+        ));
+    }
     let (volume_id, secrets) = (&cx.volume.id, cx.secrets);
     let bound = cx.node.backends.bind(&record.source);
     cx.step("rotate-key", || {

@@ -154,8 +154,14 @@ impl RbdStore {
             return Err(differs(how));
         }
         let done = match known {
-            Some(known) if known.is_complete() && reserved.is_some() => Done::Already,
-            Some(known) if known.is_complete() => Done::Now,
+            Some(known) if known.image_id == image_id && reserved.is_some() => Done::Already,
+            Some(known) if known.image_id == image_id => Done::Now,
+            // rbd-mirror has copied the image anew since.
+            Some(known) if known.is_complete() => {
+                let completed = journal.complete(pool, uuid, known.state, &image_id);
+                completed.map_err(RbdError::from)?;
+                Done::Now
+            }
             Some(_) => {
                 // ceph-csi was interrupted at the same.
                 let resumed = journal.resume(pool, uuid, &entry);

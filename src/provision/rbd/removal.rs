@@ -234,9 +234,14 @@ fn encrypted(found: &FoundImage) -> Option<(&FoundImage, &JournalEntry)> {
 /// where an earlier attempt may have moved it.
 fn snapshots_of_users(found: &FoundImage) -> Result<Option<String>, RbdError> {
     let (pool, access) = (&found.pool, OpenMode::ReadOnly);
+    let by_name = || Image::open(pool, &found.image, access);
     let image = match found.image_id.as_str() {
-        "" => Image::open(pool, &found.image, access),
-        id => Image::open_by_id(pool, id, access),
+        "" => by_name(),
+        id => match Image::open_by_id(pool, id, access) {
+            // rbd-mirror may have copied it anew.
+            Err(error) if error.is_not_found() => by_name(),
+            image => image,
+        },
     };
     let image = match image {
         Err(error) if error.is_not_found() => return Ok(None),

@@ -148,7 +148,8 @@ impl RbdStore {
         }
         let created = image.metadata_list()?.remove(CREATED);
         let is_old = created.as_deref().and_then(parse_time) == Some(image.created()?);
-        if force && is_old && sites.own.state != MirrorState::Syncing {
+        let is_to_replace = is_old && sites.own.state != MirrorState::Syncing;
+        if force && (is_to_replace || sites.own.is_split()) {
             drop(image);
             // A delete that was killed before it removed the image must not take the image that
             // is missing meanwhile for its own work.

@@ -150,6 +150,12 @@ fn a_key_that_cannot_be_rotated_is_refused() {
         let class = class(sandbox, ceph, None).await;
         let mut volume = class.made(class.claim("block", "claim", 64 * MIB)).await;
         class.node.stage(&volume).await.unwrap();
+        // As after ceph-csi has staged it.
+        class.node.restart_without_records().await;
+        let unknown = class.addons.rotate(&volume).await;
+        refused(unknown, FailedPrecondition, &["another driver", "KMS"]);
+        class.node.stage(&volume).await.unwrap();
+        class.addons.rotate(&volume).await.unwrap();
         let wrong = ("encryptionPassphrase".to_owned(), "another".to_owned());
         volume.secrets.extend([wrong]);
         let refusal = class.addons.rotate(&volume).await;

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use testkit::{Controller, MIB, Sandbox, from_snapshot, from_volume, refused, run, story};
-use tonic::Code::Aborted;
+use tonic::Code::{Aborted, Unavailable};
 use uring_csi::proto::csi::ListSnapshotsRequest;
 
 use super::{Ceph, GIB};
@@ -220,11 +220,21 @@ fn a_delete_names_the_kms_that_keeps_the_passphrase() {
         let Some(ceph) = Ceph::new(sandbox) else {
             return;
         };
-        let controller = Controller::start_with(sandbox, ceph.setup(sandbox)).await;
+        let file = sandbox.dir().join("kms.json").display().to_string();
+        let mut setup = ceph.setup(sandbox);
+        setup.args.push(format!("--kms-config={file}"));
+        let controller = Controller::start_with(sandbox, setup).await;
         let made = controller.create(ceph.claim("v", MIB)).await.unwrap();
         let uuid = &made.volume_id[made.volume_id.len() - 36..];
         let kms = [("csi.volume.encryptKMS", "a-vault")];
         ceph.enter(&format!("csi.volume.{uuid}"), &kms);
+        // It may not be mounted yet.
+        refused(
+            controller.delete(&made.volume_id).await,
+            Unavailable,
+            &[&file],
+        );
+        std::fs::write(&file, "{}").unwrap();
         controller.delete(&made.volume_id).await.unwrap();
         controller.wait_for_log("a-vault").await;
     });

@@ -76,6 +76,12 @@ impl MirrorSite {
         self.is_up && self.state == MirrorState::Replaying
     }
 
+    /// Whether a running daemon found data that the primary image has not, which only a resync
+    /// ends.
+    pub fn is_split(&self) -> bool {
+        self.is_up && self.state == MirrorState::Error && self.description.contains("split-brain")
+    }
+
     /// Whether a running daemon has nothing to do.
     pub fn is_idle(&self) -> bool {
         self.is_up && self.state == MirrorState::Unknown

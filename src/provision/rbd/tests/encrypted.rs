@@ -72,6 +72,7 @@ async fn a_volume_that_is_encrypted_otherwise_is_not_copied_without_its_key() {
         assert!(refused.to_string().contains("encryptionType"), "{refused}");
     }
     assert_eq!(home.images(), [made.context["imageName"].clone()]);
+    home.configure_kms(&json!({}));
     home.delete(&made.handle).await.unwrap();
 }
 

@@ -123,6 +123,25 @@ impl Sites {
         to.omap_set(&entry, &[("csi.imageid", &*id)]).unwrap();
     }
 
+    /// Once the daemons run, a resync replaces the other site's image by this one's.
+    async fn is_copied_anew(&mut self, text: &str) {
+        let before = self.id(&self.there).unwrap();
+        self.start_daemons();
+        let resync = ReplicationChange::Resync { force: true };
+        eventually("copied anew", async || {
+            match self.there.replicate(&self.volume, resync.clone()).await {
+                Ok(Replicated::NotYet) => {}
+                Ok(Replicated::Done) => panic!("the other is primary"),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Transient, "{error}"),
+            }
+            let id = self.id(&self.there)?;
+            (id != before && self.entered_id(&self.there) == id).then_some(())
+        })
+        .await;
+        self.follows(&self.there, text).await;
+        assert_eq!(self.role(&self.there), Mirroring::Secondary);
+    }
+
     fn entered_id(&self, home: &Home) -> String {
         let uuid = &self.volume.handle[self.volume.handle.len() - 36..];
         let keys = home.io().omap_list(&format!("csi.volume.{uuid}"), "");
@@ -167,25 +186,18 @@ async fn a_volume_fails_over_and_comes_back() {
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::Precondition);
     sites.here.replicate(&volume, promote(true)).await.unwrap();
     sites.write(&sites.here, "third");
-
-    // It returns: its image is replaced.
-    let before = sites.id(&sites.there).unwrap();
+    // It returns.
     let demoted = sites.there.replicate(&volume, ReplicationChange::Demote);
     demoted.await.unwrap();
-    sites.start_daemons();
-    let resync = ReplicationChange::Resync { force: true };
-    eventually("copied anew", async || {
-        match sites.there.replicate(&volume, resync.clone()).await {
-            Ok(Replicated::NotYet) => {}
-            Ok(Replicated::Done) => panic!("the other is primary"),
-            Err(error) => {
-                assert_eq!(error.kind(), ErrorKind::Transient, "{error}");
-            }
-        }
-        let id = sites.id(&sites.there)?;
-        (id != before && sites.entered_id(&sites.there) == id).then_some(())
-    })
-    .await;
-    sites.follows(&sites.there, "third").await;
-    assert_eq!(sites.role(&sites.there), Mirroring::Secondary);
+    sites.is_copied_anew("third").await;
+
+    // Both are primary for a while, and an administrator demotes the one.
+    sites.daemons.clear();
+    sites.there.replicate(&volume, promote(true)).await.unwrap();
+    sites.write(&sites.there, "lost");
+    sites.write(&sites.here, "fourth");
+    let path = format!("{}/{}", sites.there.pool, sites.image());
+    let demote = ["mirror", "image", "demote", &path];
+    sites.there.cluster.rbd(&demote);
+    sites.is_copied_anew("fourth").await;
 }

@@ -182,12 +182,15 @@ async fn the_key_stays_while_the_trash_keeps_the_image_for_a_user_s_snapshot() {
         return;
     };
     let VaultHome { home, vault } = &there;
-    for is_kept in [true, false] {
-        let made = home
-            .make(there.volume(&format!("kept-{is_kept}"), "vault"))
-            .await;
+    for (name, is_kept) in [("kept", true), ("copied-anew", true), ("not-kept", false)] {
+        let made = home.make(there.volume(name, "vault")).await;
         let image = format!("{}/{}", home.pool, made.context["imageName"]);
         let own = vault.passphrase(&made.handle).unwrap();
+        if name == "copied-anew" {
+            let entry = Home::entry(&made.handle);
+            let id = [("csi.imageid", "former")];
+            home.io().omap_set(&entry, &id).unwrap();
+        }
         // A user's, or what a copy has left.
         let snapshot = if is_kept {
             "backup".to_owned()
