@@ -300,7 +300,13 @@ impl KmsConfig {
         }
         match fs::read(self.config.join(id)) {
             Ok(text) => Ok(Some(serde_json::from_slice(&text)?)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            // A missing ConfigMap may be mounted as an empty directory.
+            Err(error)
+                if error.kind() == io::ErrorKind::NotFound
+                    && self.config.read_dir()?.next().is_some() =>
+            {
+                Ok(None)
+            }
             Err(error) => Err(error),
         }
     }

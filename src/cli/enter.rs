@@ -27,7 +27,7 @@ rbd-mirror copies a volume's image to another cluster, but not its entry in the 
 without which this driver does not find the image there. This command writes it, from the
 volume's PersistentVolume. FILE is what `kubectl get pv -o json` prints at either site, of
 one or of all; volumes of other drivers, and those without a journal, are passed over. Run
-it at the site to fail over to. It may be repeated; of an entry that is there it changes
+it at the site to fail over to. It may be repeated; of a complete entry it changes
 the image's id alone, if rbd-mirror has copied the image anew. Volumes of which the cluster
 has no image are listed (exit code 1).
 

@@ -10,9 +10,10 @@
 use super::{
     super::{ContentSource, ProvisionError},
     RbdStore, age_of,
-    copies::{drop_snapshot, temporary},
+    copies::temporary,
     error::RbdError,
     found::{ClusterConnection, handle_of, source_named},
+    left_snapshots::drop_left,
 };
 use crate::{
     ceph::{
@@ -145,7 +146,7 @@ impl Attempt<'_> {
             if self.journal.kind() == JournalKind::Snapshot
                 && let Some((pool, source)) = self.source(entry)?
             {
-                drop_snapshot(&pool, &source, &entry.image)?;
+                drop_left(&pool, &source, &entry.image)?;
             }
         }
         let (name, uuid) = (self.name, self.reserved.uuid);
@@ -187,10 +188,11 @@ impl Attempt<'_> {
         }
         self.store.take_back(pool, &images)?;
         if let Some((pool, source)) = self.source(entry)? {
-            drop_snapshot(&pool, &source, &snapshot)?;
+            drop_left(&pool, &source, &snapshot)?;
         }
         let handle = handle_of(self.link, pool, self.reserved.uuid);
-        self.store.keeper(self.secrets).remove(entry, &handle)
+        let key = (entry, &*handle);
+        self.store.remove_key(self.link, key, self.secrets)
     }
 
     /// The image on which an interrupted copy may have left a snapshot.

@@ -10,10 +10,7 @@
 //! copy has its source's data, so it has the same passphrase, sealed anew under its own
 //! handle; its KMS may be another.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    io,
-};
+use std::collections::{BTreeMap, HashMap};
 
 use super::{
     super::{
@@ -280,15 +277,15 @@ impl PassphraseStore<'_> {
         let Err(error) = kms.and_then(|kms| kms.remove(self.secrets, handle)) else {
             return Ok(());
         };
-        let error = RbdError::from(match error {
-            EncryptionError::NoFile { path, .. } => EncryptionError::Config {
-                path,
-                source: io::ErrorKind::NotFound.into(),
-            },
-            error => error,
-        });
-        // Not only of a server: a configuration may be edited at this moment, and it or a Secret
-        // not be mounted yet.
+        if let EncryptionError::NoFile { .. } = error {
+            return Err(RbdError::KeyStays {
+                handle: handle.to_owned(),
+                why: error,
+            });
+        }
+        let error = RbdError::from(error);
+        // Not only of a server: a configuration may be edited at this moment, and a Secret not
+        // be mounted yet.
         if error.kind() == Kind::Transient {
             return Err(error);
         }

@@ -20,7 +20,7 @@ use crate::{
     ceph::{
         client::{
             rados::IoCtx,
-            rbd::{Image, OpenMode},
+            rbd::{Header, Image, Mirroring, OpenMode},
         },
         csi_format::{
             handle::{CephVolumeHandle, Handle},
@@ -99,9 +99,7 @@ impl RbdStore {
         link: &ClusterConnection,
         (pool, image, uuid): (&IoCtx, &str, Uuid),
     ) -> Result<Option<Done>, ProvisionError> {
-        let opened = Image::open(pool, image, OpenMode::ReadOnly);
-        let image_id = opened.and_then(|image| image.id());
-        let image_id = image_id.map_err(RbdError::from)?;
+        let image_id = id_of_copy(pool, image)?;
         let named = |key: &str| volume.context.get(key).map_or("", String::as_str);
         let directory = match named("journalPool") {
             name if name.is_empty() || name == named("pool") => pool.clone(),
@@ -159,7 +157,9 @@ impl RbdStore {
             // rbd-mirror has copied the image anew since.
             Some(known) if known.is_complete() => {
                 let completed = journal.complete(pool, uuid, known.state, &image_id);
-                completed.map_err(RbdError::from)?;
+                if !completed.map_err(RbdError::from)? {
+                    return Err(RbdError::Contended(format!("{pool}/{image}")).into());
+                }
                 Done::Now
             }
             Some(_) => {
@@ -190,4 +190,16 @@ impl RbdStore {
         }
         Ok(Some(done))
     }
+}
+
+/// The id of a mirrored image; not of one that rbd-mirror is about to make.
+fn id_of_copy(pool: &IoCtx, image: &str) -> Result<String, RbdError> {
+    let opened = Image::open(pool, image, OpenMode::ReadOnly)?;
+    if opened.mirroring()? == Mirroring::None && Header::of(pool, image)?.is_mirrored()? {
+        return Err(RbdError::Resyncing {
+            image: format!("{pool}/{image}"),
+            why: "it is being copied",
+        });
+    }
+    Ok(opened.id()?)
 }

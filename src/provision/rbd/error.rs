@@ -21,6 +21,18 @@ pub enum RbdError {
         /// The defect, and what to do.
         why: String,
     },
+    /// The passphrase of a deleted volume is in a KMS that is not configured: the configuration
+    /// may not be mounted yet.
+    ///
+    /// Remedy: give the configuration by --kms-config. If this KMS is gone for good, an empty one
+    /// (`{}`) is enough, and the log names the passphrase that stays.
+    #[error(
+        "the passphrase of {handle:?} is not removed: {why}; if this KMS is gone for good, an empty configuration is enough"
+    )]
+    KeyStays {
+        handle: String,
+        why: EncryptionError,
+    },
     /// A change of its mirroring goes on.
     #[error("image {image}: {why}; try again")]
     Resyncing { image: String, why: &'static str },
@@ -443,6 +455,7 @@ impl RbdError {
             Self::NotRemoved { .. }
             | Self::NotMeasured { .. }
             | Self::KnownNodesUnreadable { .. }
+            | Self::KeyStays { .. }
             | Self::Resyncing { .. } => Kind::Transient,
             Self::Cluster { source: error, .. }
             | Self::Ceph(error)

@@ -101,8 +101,6 @@ impl NamedGroup {
 pub struct Survey<'a> {
     store: &'a RbdStore,
     link: ClusterConnection,
-    /// Those of `--ceph-secret`.
-    secrets: Secrets,
     /// The pools that this user may read.
     pools: Vec<IoCtx>,
     /// Whether these are all.
@@ -148,11 +146,10 @@ impl RbdStore {
 
 impl<'a> Survey<'a> {
     fn of(store: &'a RbdStore, cluster_id: &str) -> Result<Self, RbdError> {
-        let secrets = store.operators.secrets(cluster_id)?;
+        let link = store.link(cluster_id, &Secrets::default())?;
         let mut survey = Self {
             store,
-            link: store.link(cluster_id, &secrets)?,
-            secrets,
+            link,
             pools: Vec::new(),
             is_whole: true,
             names: Vec::new(),

@@ -14,15 +14,18 @@ use super::{
     copies::{present, temporary},
     error::RbdError,
     found::{FoundImage, Recorded},
-    left_snapshots::sort_snapshots,
+    left_snapshots::{drop_left, sort_snapshots},
     temporary_group::is_temporary,
-    trash::Discarded,
+    trash::{self as purged, Discarded},
 };
 use crate::{
     ceph::{
         client::{
             or_missing,
-            rbd::{Header, Image, Mirroring, OpenMode, trash},
+            rbd::{
+                Header, Image, Mirroring, OpenMode,
+                trash::{self, Trashed},
+            },
         },
         csi_format::journal::{Journal, JournalEntry, JournalKind},
     },
@@ -73,7 +76,7 @@ impl RbdStore {
             }
         }
         if !is_key_kept && let Some((found, entry)) = all.iter().find_map(encrypted) {
-            self.keeper(secrets).remove(entry, &found.handle)?;
+            self.remove_key(&found.link, (entry, &found.handle), secrets)?;
         }
         for (found, removal) in all.iter().zip(removals) {
             // A repeat finds the image without an entry, and leaves it
@@ -86,7 +89,7 @@ impl RbdStore {
     }
 
     /// Whether a site has or may have an image, after the delete, that the passphrase opens; or
-    /// the trash, for a user's snapshot or until the expiry time by which a user moved it there.
+    /// the trash, for a user's snapshot or because a user moved it there.
     fn is_key_kept(
         &self,
         all: &[FoundImage],
@@ -109,13 +112,13 @@ impl RbdStore {
                 );
                 return Ok(true);
             }
-            if has_expiry(found)? {
+            if stays_in_trash(found)? {
                 let image = found.path();
                 tracing::warn!(
                     handle,
                     kms,
                     image,
-                    "the passphrase of a deleted volume is kept in its KMS, under the handle: its image stays in the trash, to which it was moved with an expiry time"
+                    "the passphrase of a deleted volume is kept in its KMS, under the handle: its image is in the trash, to which a user moved it, and is left there"
                 );
                 return Ok(true);
             }
@@ -196,6 +199,12 @@ impl RbdStore {
         if of.kind() == JournalKind::Volume {
             return self.discard(found, &[temporary(&image), image]);
         }
+        if let Some(Recorded { entry, .. }) = &found.recorded
+            && !entry.is_complete()
+            && !entry.source.is_empty()
+        {
+            drop_left(&found.pool, &entry.source, &image)?;
+        }
         match found.open(OpenMode::ReadWrite) {
             // While it has clones, it stays without its name.
             Ok(opened) => or_missing(opened.snapshot_remove(&image)).map_err(RbdError::from)?,
@@ -251,16 +260,22 @@ fn snapshots_of_users(found: &FoundImage) -> Result<Option<String>, RbdError> {
     Ok((!others.is_empty()).then(|| others.join(", ")))
 }
 
-/// Whether a user has moved an image to the trash with an expiry time: from there it may be
-/// restored.
-fn has_expiry(found: &FoundImage) -> Result<bool, RbdError> {
-    if found.image_id.is_empty() {
+/// Whether a user has moved an image to the trash, and the delete leaves it there, to be
+/// restored: with an expiry time, or under another id than the journal has.
+fn stays_in_trash(found: &FoundImage) -> Result<bool, RbdError> {
+    let pool = &found.pool;
+    if !found.image_id.is_empty() {
+        match trash::get(pool, &found.image_id) {
+            Err(error) if error.is_not_found() => {}
+            trashed => return Ok(trashed?.has_expiry()),
+        }
+    }
+    if found.has_image()? {
         return Ok(false);
     }
-    match trash::get(&found.pool, &found.image_id) {
-        Err(error) if error.is_not_found() => Ok(false),
-        trashed => Ok(trashed?.has_expiry()),
-    }
+    let of_deletes = purged::listed(pool)?;
+    let is_left = |one: &Trashed| one.name == found.image && !of_deletes.contains_key(&one.id);
+    Ok(trash::list(pool)?.iter().any(is_left))
 }
 
 /// What a delete removes of a volume with that image. An image that was found by

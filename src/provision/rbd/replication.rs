@@ -149,7 +149,7 @@ impl RbdStore {
         let created = image.metadata_list()?.remove(CREATED);
         let is_old = created.as_deref().and_then(parse_time) == Some(image.created()?);
         let is_to_replace = is_old && sites.own.state != MirrorState::Syncing;
-        if force && (is_to_replace || sites.own.is_split()) {
+        if force && (is_to_replace || sites.own.is_split() && !is_copied_anew(found, &image)?) {
             drop(image);
             // A delete that was killed before it removed the image must not take the image that
             // is missing meanwhile for its own work.
@@ -292,12 +292,17 @@ const COPIED_ANEW: &str = "it is deleted, and being copied anew";
 /// old one, perhaps since it was opened, creates another, and enters last that this is a
 /// mirror.
 pub(super) fn is_replaced(found: &FoundImage, image: &Image) -> Result<bool, RbdError> {
-    let id = image.id()?;
-    let recorded = found.recorded.as_ref();
-    if recorded.is_some_and(|recorded| recorded.entry.image_id != id) {
+    if is_copied_anew(found, image)? {
         return Ok(true);
     }
-    Ok(image_id(&found.pool, &found.image)? != Some(id))
+    Ok(image_id(&found.pool, &found.image)? != Some(image.id()?))
+}
+
+/// Whether the image is another than the journal has.
+fn is_copied_anew(found: &FoundImage, image: &Image) -> Result<bool, RbdError> {
+    let id = image.id()?;
+    let recorded = found.recorded.as_ref();
+    Ok(recorded.is_some_and(|recorded| recorded.entry.image_id != id))
 }
 
 fn expect(found: &FoundImage, now: Mirroring, role: Mirroring, why: &str) -> Result<(), RbdError> {

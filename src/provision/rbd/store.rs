@@ -10,7 +10,10 @@ use super::{
 use crate::{
     ceph::{
         client::{Credentials, or_missing, rados::IoCtx, rbd},
-        csi_format::handle::{Handle, MAX_CLUSTER_ID},
+        csi_format::{
+            handle::{Handle, MAX_CLUSTER_ID},
+            journal::JournalEntry,
+        },
     },
     lane,
     secret::Secrets,
@@ -170,6 +173,21 @@ impl RbdStore {
             or_missing(rbd::remove(pool, name))?;
         }
         Ok(())
+    }
+
+    /// Removes the passphrase of a deleted image from its KMS ([`PassphraseStore::remove`]), for a
+    /// request with these secrets; without any, with those of `--ceph-secret`.
+    pub(super) fn remove_key(
+        &self,
+        link: &ClusterConnection,
+        (entry, handle): (&JournalEntry, &str),
+        secrets: &Secrets,
+    ) -> Result<(), RbdError> {
+        if secrets.is_empty() && !entry.kms.is_empty() {
+            let own = self.operators.secrets(&link.config.cluster_id)?;
+            return self.keeper(&own).remove(entry, handle);
+        }
+        self.keeper(secrets).remove(entry, handle)
     }
 
     /// The KMSes for a request with these secrets.

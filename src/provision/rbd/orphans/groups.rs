@@ -13,9 +13,12 @@ use super::{
     NamedGroup, Survey,
     look::{Candidate, Subject},
 };
-use crate::ceph::{
-    client::{rados::IoCtx, rbd::group},
-    csi_format::journal::{CreateState, JournalKind},
+use crate::{
+    ceph::{
+        client::{rados::IoCtx, rbd::group},
+        csi_format::journal::{CreateState, JournalKind},
+    },
+    secret::Secrets,
 };
 
 /// The group of Ceph in that pool with that uuid.
@@ -101,7 +104,8 @@ impl Survey<'_> {
             removed.map_err(RbdError::from)?;
             return Ok(true);
         }
-        let place = (self.store).group_place(self.link.clone(), it.pool.clone(), &self.secrets);
+        let secrets = Secrets::default();
+        let place = (self.store).group_place(self.link.clone(), it.pool.clone(), &secrets);
         place.abandon(&it.name, it.reserved, None)
     }
 

@@ -365,7 +365,7 @@ impl Survey<'_> {
     ) -> Result<Option<Candidate>, RbdError> {
         let trashed = trash::get(pool, &image.id)?;
         // Otherwise an operator moved it there.
-        let is_ours = trashed.deferred_until <= trashed.deleted;
+        let is_ours = !trashed.has_expiry();
         let Some(age) = self.age(trashed.deleted).filter(|_| is_ours) else {
             return Ok(None);
         };

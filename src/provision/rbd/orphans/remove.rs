@@ -21,6 +21,7 @@ use crate::{
         },
         csi_format::journal::{CreateState, JournalEntry},
     },
+    secret::Secrets,
 };
 
 impl RbdStore {
@@ -145,7 +146,7 @@ impl Survey<'_> {
             pool,
             name: &it.name,
             reserved: it.reserved,
-            secrets: &self.secrets,
+            secrets: &Secrets::default(),
         };
         match &it.entry {
             Some(

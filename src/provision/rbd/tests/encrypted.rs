@@ -280,16 +280,19 @@ async fn a_delete_waits_for_a_vault_that_does_not_answer() {
     let delete = || home.rbd.delete_volume(made.handle.clone(), there.secrets());
     // While its configuration is edited, or not mounted yet.
     let file = home.dir.path().join("kms.json");
-    std::fs::write(&file, "{").unwrap();
-    for is_there in [true, false] {
-        if !is_there {
-            std::fs::remove_file(&file).unwrap();
-        }
+    let states: [&dyn Fn(); 3] = [
+        &|| std::fs::write(&file, "{").unwrap(),
+        &|| std::fs::remove_file(&file).unwrap(),
+        &|| std::fs::create_dir(&file).unwrap(),
+    ];
+    for state in states {
+        state();
         let refused = delete().await.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Transient, "{refused}");
         assert!(refused.to_string().contains("kms.json"), "{refused}");
         assert!(vault.passphrase(&made.handle).is_some());
     }
+    std::fs::remove_dir(&file).unwrap();
     there.configure(&[("vaultAddress", "https://127.0.0.1:1")]);
     let refused = delete().await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Transient, "{refused}");

@@ -386,6 +386,48 @@ async fn a_snapshot_that_ceph_csi_began_keeps_no_deleted_volume() {
     assert_eq!(home.orphans().await, []);
 }
 
+/// Its image may be complete.
+#[tokio::test]
+async fn the_delete_of_a_snapshot_that_ceph_csi_began_leaves_nothing_on_its_volume() {
+    let Some(home) = Home::new() else { return };
+    let source = home.make(home.volume("source", MIB)).await;
+    let snapshot = home.snapshot_reserved_by_ceph_csi("left");
+    let cut = home.cut_by_ceph_csi(&source, &snapshot);
+    let (from, to) = (
+        format!("{cut}@{snapshot}"),
+        format!("{}/{snapshot}", home.pool),
+    );
+    let clone = ["clone", "--rbd-default-clone-format", "2", &from, &to];
+    home.cluster.rbd(&clone);
+    home.refused(&snapshot, "uringctl").await;
+    let uuid = &snapshot["csi-snap-".len()..];
+    let handle = format!("{}{uuid}", &source.handle[..source.handle.len() - 36]);
+    let deleted = home.rbd.delete_snapshot(handle, home.secrets());
+    deleted.await.unwrap();
+    home.delete(&source.handle).await.unwrap();
+    assert_eq!(home.orphans().await, []);
+}
+
+/// A secondary image takes no change, and needs none.
+#[tokio::test]
+async fn a_name_that_ceph_csi_reserved_for_a_snapshot_of_a_secondary_image_is_removed() {
+    let Some(home) = Home::new() else { return };
+    let source = home.make(home.volume("source", MIB)).await;
+    let snapshot = home.snapshot_reserved_by_ceph_csi("left");
+    let cut = home.cut_by_ceph_csi(&source, &snapshot);
+    home.mirror_pool();
+    let mirror = |verb: &str| home.cluster.rbd(&["mirror", "image", verb, &cut]);
+    home.cluster
+        .rbd(&["mirror", "image", "enable", &cut, "snapshot"]);
+    mirror("demote");
+    home.refused(&snapshot, "promote").await;
+    mirror("promote");
+    home.cluster
+        .rbd(&["snap", "rm", &format!("{cut}@{snapshot}")]);
+    mirror("demote");
+    home.removes(OrphanKind::Incomplete).await;
+}
+
 #[tokio::test]
 async fn the_passphrase_of_an_orphan_is_removed_with_the_secret_of_its_user() {
     let Some(there) = VaultHome::new() else {

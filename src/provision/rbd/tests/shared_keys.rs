@@ -13,6 +13,14 @@ struct SharedKey {
     secrets: Secrets,
 }
 
+impl Home {
+    /// The entry has another id than the image, as after rbd-mirror has copied that anew.
+    fn enter_former_id(&self, handle: &str) {
+        let id = [("csi.imageid", "former")];
+        self.io().omap_set(&Self::entry(handle), &id).unwrap();
+    }
+}
+
 impl SharedKey {
     async fn new() -> Option<Self> {
         let there = VaultHome::new()?;
@@ -154,20 +162,21 @@ async fn a_snapshot_s_key_stays_as_long_as_a_site_has_its_image() {
 }
 
 #[tokio::test]
-async fn the_key_stays_of_an_image_that_a_user_moved_to_the_trash_with_an_expiry_time() {
+async fn the_key_stays_of_an_image_that_a_user_moved_to_the_trash_to_restore_it() {
     let Some(there) = VaultHome::new() else {
         return;
     };
     let VaultHome { home, vault } = &there;
-    for is_kept in [true, false] {
-        let made = home
-            .make(there.volume(&format!("kept-{is_kept}"), "vault"))
-            .await;
+    for (name, is_kept) in [("expires", true), ("copied-anew", true), ("purged", false)] {
+        let made = home.make(there.volume(name, "vault")).await;
         let image = format!("{}/{}", home.pool, made.context["imageName"]);
         let own = vault.passphrase(&made.handle).unwrap();
         let mut to_trash = vec!["trash", "mv", &image];
-        if is_kept {
-            to_trash.extend(["--expires-at", "2099-01-01"]);
+        match name {
+            "expires" => to_trash.extend(["--expires-at", "2099-01-01"]),
+            // A delete moves no other image than the journal has the id of.
+            "copied-anew" => home.enter_former_id(&made.handle),
+            _ => {}
         }
         home.cluster.rbd(&to_trash);
         let (handle, secrets) = (made.handle.clone(), there.secrets());
@@ -187,9 +196,7 @@ async fn the_key_stays_while_the_trash_keeps_the_image_for_a_user_s_snapshot() {
         let image = format!("{}/{}", home.pool, made.context["imageName"]);
         let own = vault.passphrase(&made.handle).unwrap();
         if name == "copied-anew" {
-            let entry = Home::entry(&made.handle);
-            let id = [("csi.imageid", "former")];
-            home.io().omap_set(&entry, &id).unwrap();
+            home.enter_former_id(&made.handle);
         }
         // A user's, or what a copy has left.
         let snapshot = if is_kept {
