@@ -10,10 +10,9 @@
 use super::{
     super::{ContentSource, ProvisionError},
     RbdStore, age_of,
-    copies::temporary,
+    copies::{drop_left, temporary},
     error::RbdError,
     found::{ClusterConnection, handle_of, source_named},
-    left_snapshots::drop_left,
 };
 use crate::{
     ceph::{

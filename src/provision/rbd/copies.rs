@@ -19,6 +19,7 @@
 
 use super::{
     super::ContentSource,
+    error::RbdError,
     metadata::{foreign, set_metadata},
     trash::Discarded,
 };
@@ -26,7 +27,7 @@ use crate::ceph::{
     client::{
         CephError, or_exists, or_missing,
         rados::IoCtx,
-        rbd::{self, Features, Image, ImageOptions, LinkedImage, OpenMode, Remains},
+        rbd::{self, Features, Image, ImageOptions, LinkedImage, Mirroring, OpenMode, Remains},
     },
     csi_format::{handle::Handle, journal::TEMPORARY},
 };
@@ -204,12 +205,33 @@ const PIECE: usize = 1 << 20;
 /// Bytes whose changes are looked up at once.
 const PART: usize = 1 << 30;
 
-/// Removes a snapshot that an interrupted copy left on its source.
-pub fn drop_snapshot(pool: &IoCtx, image: &str, snapshot: &str) -> Result<(), CephError> {
+/// Removes a snapshot of an interrupted copy from its source.
+fn drop_snapshot(pool: &IoCtx, image: &str, snapshot: &str) -> Result<(), CephError> {
     match Image::open(pool, image, OpenMode::ReadWrite) {
         Ok(image) => or_missing(image.snapshot_remove(snapshot)),
         Err(error) => or_missing(Err(error)),
     }
+}
+
+/// Removes the snapshot that an interrupted copy may have left on its source.
+pub fn drop_left(pool: &IoCtx, source: &str, snapshot: &str) -> Result<(), RbdError> {
+    let image = match Image::open(pool, source, OpenMode::ReadOnly) {
+        Err(error) if error.is_not_found() => return Ok(()),
+        image => image?,
+    };
+    if !image.snapshots()?.iter().any(|one| one.name == snapshot) {
+        return Ok(());
+    }
+    if image.mirroring()? == Mirroring::Secondary {
+        return Err(RbdError::NotReplicated {
+            image: format!("{pool}/{source}"),
+            why: format!(
+                "it is secondary, and has the snapshot {snapshot} of an interrupted copy: promote it first"
+            ),
+        });
+    }
+    drop(image);
+    Ok(drop_snapshot(pool, source, snapshot)?)
 }
 
 /// The images that exist, with their ids, those whose move to the trash was interrupted among

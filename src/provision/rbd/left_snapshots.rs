@@ -3,11 +3,11 @@
 
 use uuid::Uuid;
 
-use super::{copies::drop_snapshot, error::RbdError};
+use super::error::RbdError;
 use crate::ceph::{
     client::{
         rados::IoCtx,
-        rbd::{Image, Mirroring, OpenMode, SnapshotKind},
+        rbd::{Image, SnapshotKind},
     },
     csi_format::journal::{self, JournalKind, TEMPORARY},
 };
@@ -29,27 +29,6 @@ pub fn sort_snapshots(
         }
     }
     Ok((left, others))
-}
-
-/// Removes the snapshot that an interrupted copy may have left on its source.
-pub fn drop_left(pool: &IoCtx, source: &str, snapshot: &str) -> Result<(), RbdError> {
-    let image = match Image::open(pool, source, OpenMode::ReadOnly) {
-        Err(error) if error.is_not_found() => return Ok(()),
-        image => image?,
-    };
-    if !image.snapshots()?.iter().any(|one| one.name == snapshot) {
-        return Ok(());
-    }
-    if image.mirroring()? == Mirroring::Secondary {
-        return Err(RbdError::NotReplicated {
-            image: format!("{pool}/{source}"),
-            why: format!(
-                "it is secondary, and has the snapshot {snapshot} of an interrupted copy: promote it first"
-            ),
-        });
-    }
-    drop(image);
-    Ok(drop_snapshot(pool, source, snapshot)?)
 }
 
 /// Whether a snapshot of an image is that of a copy ([`copies`](super::copies)): it has the

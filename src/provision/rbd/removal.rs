@@ -11,10 +11,10 @@ use tokio::sync::OwnedMutexGuard;
 use super::{
     super::ProvisionError,
     RbdStore,
-    copies::{present, temporary},
+    copies::{drop_left, present, temporary},
     error::RbdError,
     found::{FoundImage, Recorded},
-    left_snapshots::{drop_left, sort_snapshots},
+    left_snapshots::sort_snapshots,
     temporary_group::is_temporary,
     trash::{self as purged, Discarded},
 };
