@@ -154,19 +154,16 @@ impl RbdStore {
         let done = match known {
             Some(known) if known.image_id == image_id && reserved.is_some() => Done::Already,
             Some(known) if known.image_id == image_id => Done::Now,
-            // rbd-mirror has copied the image anew since.
-            Some(known) if known.is_complete() => {
-                let completed = journal.complete(pool, uuid, known.state, &image_id);
-                if !completed.map_err(RbdError::from)? {
-                    return Err(RbdError::Contended(format!("{pool}/{image}")).into());
-                }
-                Done::Now
-            }
-            Some(_) => {
-                // ceph-csi was interrupted at the same.
-                let resumed = journal.resume(pool, uuid, &entry);
-                let resumed = resumed.map_err(RbdError::from)?;
-                let completed = journal.complete(pool, uuid, resumed.state, &image_id);
+            Some(known) => {
+                // rbd-mirror has copied the image anew since, or ceph-csi was interrupted at the
+                // same.
+                let state = if known.is_complete() {
+                    known.state
+                } else {
+                    let resumed = journal.resume(pool, uuid, &entry);
+                    resumed.map_err(RbdError::from)?.state
+                };
+                let completed = journal.complete(pool, uuid, state, &image_id);
                 if !completed.map_err(RbdError::from)? {
                     return Err(RbdError::Contended(format!("{pool}/{image}")).into());
                 }
