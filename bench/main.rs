@@ -27,6 +27,7 @@ mod calls;
 mod ceph;
 mod copies;
 mod faults;
+mod killed;
 mod life;
 mod listings;
 mod logs;
@@ -148,6 +149,9 @@ fn ceph_images(criterion: &mut Criterion, rig: &Rig, ceph: &Ceph) {
         ceph,
         sandbox: &rig.sandbox,
     };
+    if !faults::is_quick() {
+        killed::daemon(criterion, rig, ceph);
+    }
     attach::image(criterion, rig, &images);
     life::formatted(criterion, rig, &images);
     life::first(criterion, rig, &images);
