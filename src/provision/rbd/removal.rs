@@ -23,7 +23,7 @@ use crate::{
         client::{
             or_missing,
             rbd::{
-                Header, Image, Mirroring, OpenMode,
+                self, Header, Image, Mirroring, OpenMode,
                 trash::{self, Trashed},
             },
         },
@@ -101,24 +101,14 @@ impl RbdStore {
         };
         let (handle, kms) = (&found.handle, &entry.kms);
         for found in all {
-            if let Some(snapshots) = snapshots_of_users(found)? {
+            if let Some(why) = stays_in_trash(found)? {
                 let image = found.path();
                 tracing::warn!(
                     handle,
                     kms,
                     image,
-                    snapshots,
-                    "the passphrase of a deleted volume is kept in its KMS, under the handle: its image stays in the trash, because it has snapshots that no copy of this driver has left"
-                );
-                return Ok(true);
-            }
-            if stays_in_trash(found)? {
-                let image = found.path();
-                tracing::warn!(
-                    handle,
-                    kms,
-                    image,
-                    "the passphrase of a deleted volume is kept in its KMS, under the handle: its image is in the trash, to which a user moved it, and is left there"
+                    why,
+                    "the passphrase of a deleted volume is kept in its KMS, under the handle: an image of its name stays in the trash"
                 );
                 return Ok(true);
             }
@@ -239,43 +229,43 @@ fn encrypted(found: &FoundImage) -> Option<(&FoundImage, &JournalEntry)> {
     (!entry.kms.is_empty()).then_some((found, entry))
 }
 
-/// The names of the users' snapshots of an image, if it has any: they keep it in the trash,
-/// where an earlier attempt may have moved it.
-fn snapshots_of_users(found: &FoundImage) -> Result<Option<String>, RbdError> {
-    let (pool, access) = (&found.pool, OpenMode::ReadOnly);
-    let by_name = || Image::open(pool, &found.image, access);
-    let image = match found.image_id.as_str() {
-        "" => by_name(),
-        id => match Image::open_by_id(pool, id, access) {
-            // rbd-mirror may have copied it anew.
-            Err(error) if error.is_not_found() => by_name(),
-            image => image,
-        },
-    };
-    let image = match image {
-        Err(error) if error.is_not_found() => return Ok(None),
-        image => image?,
-    };
-    let (_, others) = sort_snapshots(pool, &found.image, &image)?;
-    Ok((!others.is_empty()).then(|| others.join(", ")))
-}
-
-/// Whether a user has moved an image to the trash, and the delete leaves it there, to be
-/// restored: with an expiry time, or under another id than the journal has.
-fn stays_in_trash(found: &FoundImage) -> Result<bool, RbdError> {
-    let pool = &found.pool;
-    if !found.image_id.is_empty() {
-        match trash::get(pool, &found.image_id) {
-            Err(error) if error.is_not_found() => {}
-            trashed => return Ok(trashed?.has_expiry()),
-        }
-    }
-    if found.has_image()? {
-        return Ok(false);
+/// Why an image of that name stays in the trash after the delete, to be restored, if one does:
+/// for a user's snapshot, or as a user has moved it there. rbd-mirror may have copied the image
+/// anew, so each of that name counts, and not only the one whose id the journal has; and an
+/// earlier attempt may have moved any of them.
+fn stays_in_trash(found: &FoundImage) -> Result<Option<String>, RbdError> {
+    let (pool, own) = (&found.pool, &found.image_id);
+    let mut ids: BTreeSet<_> = rbd::image_id(pool, &found.image)?.into_iter().collect();
+    if !own.is_empty() {
+        ids.insert(own.clone());
     }
     let of_deletes = purged::listed(pool)?;
-    let is_left = |one: &Trashed| one.name == found.image && !of_deletes.contains_key(&one.id);
-    Ok(trash::list(pool)?.iter().any(is_left))
+    for trashed in trash::list(pool)? {
+        let Trashed { id, name, .. } = &trashed;
+        let is_own = id == own;
+        if !is_own && *name != found.image {
+            continue;
+        }
+        // The delete removes the one whose id the journal has, and those that deletes listed.
+        if trashed.has_expiry() || !is_own && !of_deletes.contains_key(id) {
+            let why = format!("with the id {id}; a user may have moved it there");
+            return Ok(Some(why));
+        }
+        ids.insert(id.clone());
+    }
+    for id in ids {
+        let image = match Image::open_by_id(pool, &id, OpenMode::ReadOnly) {
+            Err(error) if error.is_not_found() => continue,
+            image => image?,
+        };
+        let (_, others) = sort_snapshots(pool, &found.image, &image)?;
+        if !others.is_empty() {
+            let others = others.join(", ");
+            let why = format!("with the id {id}, for snapshots that no copy has left: {others}");
+            return Ok(Some(why));
+        }
+    }
+    Ok(None)
 }
 
 /// What a delete removes of a volume with that image. An image that was found by

@@ -15,9 +15,15 @@ struct SharedKey {
 
 impl Home {
     /// The entry has another id than the image, as after rbd-mirror has copied that anew.
-    fn enter_former_id(&self, handle: &str) {
+    pub fn enter_former_id(&self, handle: &str) {
         let id = [("csi.imageid", "former")];
         self.io().omap_set(&Self::entry(handle), &id).unwrap();
+    }
+
+    /// As rbd-mirror does on a resync, where the old image has clones.
+    fn copy_anew(&self, image: &str) {
+        self.cluster.rbd(&["trash", "mv", image]);
+        self.cluster.rbd(&["create", "--size", "1M", image]);
     }
 }
 
@@ -167,7 +173,12 @@ async fn the_key_stays_of_an_image_that_a_user_moved_to_the_trash_to_restore_it(
         return;
     };
     let VaultHome { home, vault } = &there;
-    for (name, is_kept) in [("expires", true), ("copied-anew", true), ("purged", false)] {
+    for (name, is_kept) in [
+        ("expires", true),
+        ("copied-anew", true),
+        ("old-one-there", true),
+        ("purged", false),
+    ] {
         let made = home.make(there.volume(name, "vault")).await;
         let image = format!("{}/{}", home.pool, made.context["imageName"]);
         let own = vault.passphrase(&made.handle).unwrap();
@@ -176,6 +187,7 @@ async fn the_key_stays_of_an_image_that_a_user_moved_to_the_trash_to_restore_it(
             "expires" => to_trash.extend(["--expires-at", "2099-01-01"]),
             // A delete moves no other image than the journal has the id of.
             "copied-anew" => home.enter_former_id(&made.handle),
+            "old-one-there" => home.copy_anew(&image),
             _ => {}
         }
         home.cluster.rbd(&to_trash);
@@ -191,12 +203,19 @@ async fn the_key_stays_while_the_trash_keeps_the_image_for_a_user_s_snapshot() {
         return;
     };
     let VaultHome { home, vault } = &there;
-    for (name, is_kept) in [("kept", true), ("copied-anew", true), ("not-kept", false)] {
+    for (name, is_kept) in [
+        ("kept", true),
+        ("copied-anew", true),
+        ("old-one-there", true),
+        ("not-kept", false),
+    ] {
         let made = home.make(there.volume(name, "vault")).await;
         let image = format!("{}/{}", home.pool, made.context["imageName"]);
         let own = vault.passphrase(&made.handle).unwrap();
-        if name == "copied-anew" {
-            home.enter_former_id(&made.handle);
+        match name {
+            "copied-anew" => home.enter_former_id(&made.handle),
+            "old-one-there" => home.copy_anew(&image),
+            _ => {}
         }
         // A user's, or what a copy has left.
         let snapshot = if is_kept {
@@ -206,8 +225,16 @@ async fn the_key_stays_while_the_trash_keeps_the_image_for_a_user_s_snapshot() {
         };
         home.cluster
             .rbd(&["snap", "create", &format!("{image}@{snapshot}")]);
-        let (handle, secrets) = (made.handle.clone(), there.secrets());
-        home.rbd.delete_volume(handle, secrets).await.unwrap();
-        assert_eq!(vault.passphrase(&made.handle), is_kept.then_some(own));
+        let (io, object) = (home.io(), Home::entry(&made.handle));
+        let entry = io.omap_list(&object, "").unwrap();
+        for _ in 0..2 {
+            let (handle, secrets) = (made.handle.clone(), there.secrets());
+            home.rbd.delete_volume(handle, secrets).await.unwrap();
+            let kept = is_kept.then(|| own.clone());
+            assert_eq!(vault.passphrase(&made.handle), kept, "{name}");
+            // As a delete that was killed before it removed the entry leaves it.
+            let entry: Vec<_> = entry.iter().map(|(k, v)| (&**k, &**v)).collect();
+            io.omap_set(&object, &entry).unwrap();
+        }
     }
 }
