@@ -300,11 +300,7 @@ impl KmsConfig {
         }
         match fs::read(self.config.join(id)) {
             Ok(text) => Ok(Some(serde_json::from_slice(&text)?)),
-            // A missing ConfigMap may be mounted as an empty directory.
-            Err(error)
-                if error.kind() == io::ErrorKind::NotFound
-                    && self.config.read_dir()?.next().is_some() =>
-            {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && has_keys(&self.config)? => {
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -398,6 +394,17 @@ impl Lookup<'_> {
 fn is_name(text: &str) -> bool {
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
     (1..=253).contains(&text.len()) && !text.starts_with('.') && text.bytes().all(allowed)
+}
+
+/// Whether a directory has a key of a ConfigMap. Of a missing one kubelet mounts a directory with
+/// no more than `..data`, which leads to an empty directory.
+fn has_keys(dir: &Path) -> io::Result<bool> {
+    for entry in dir.read_dir()? {
+        if entry?.file_name().to_str().is_some_and(is_name) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 #[cfg(test)]

@@ -24,10 +24,11 @@ pub enum RbdError {
     /// The passphrase of a deleted volume is in a KMS that is not configured: the configuration
     /// may not be mounted yet.
     ///
-    /// Remedy: give the configuration by --kms-config. If this KMS is gone for good, an empty one
-    /// (`{}`) is enough, and the log names the passphrase that stays.
+    /// Remedy: give the configuration by --kms-config. If this KMS is gone for good, one without it
+    /// is enough (`{}`, or a directory with any other key), and the log names the passphrase that
+    /// stays.
     #[error(
-        "the passphrase of {handle:?} is not removed: {why}; if this KMS is gone for good, an empty configuration is enough"
+        "the passphrase of {handle:?} is not removed: {why}; if this KMS is gone for good, a configuration without it is enough"
     )]
     KeyStays {
         handle: String,

@@ -283,7 +283,11 @@ async fn a_delete_waits_for_a_vault_that_does_not_answer() {
     let states: [&dyn Fn(); 3] = [
         &|| std::fs::write(&file, "{").unwrap(),
         &|| std::fs::remove_file(&file).unwrap(),
-        &|| std::fs::create_dir(&file).unwrap(),
+        // As kubelet mounts a missing ConfigMap.
+        &|| {
+            std::fs::create_dir_all(file.join("..2026")).unwrap();
+            std::os::unix::fs::symlink("..2026", file.join("..data")).unwrap();
+        },
     ];
     for state in states {
         state();
@@ -292,7 +296,7 @@ async fn a_delete_waits_for_a_vault_that_does_not_answer() {
         assert!(refused.to_string().contains("kms.json"), "{refused}");
         assert!(vault.passphrase(&made.handle).is_some());
     }
-    std::fs::remove_dir(&file).unwrap();
+    std::fs::remove_dir_all(&file).unwrap();
     there.configure(&[("vaultAddress", "https://127.0.0.1:1")]);
     let refused = delete().await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Transient, "{refused}");
