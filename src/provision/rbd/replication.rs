@@ -56,7 +56,7 @@ impl RbdStore {
             ReplicationChange::Enable(parameters) => self.enable(&found, parameters)?,
             ReplicationChange::Disable { force } => disable(&found, *force)?,
             ReplicationChange::Promote { force, parameters } => {
-                promote(&found, *force, parameters)?;
+                self.promote(&found, *force, parameters)?;
             }
             ReplicationChange::Demote => demote(&found)?,
             ReplicationChange::Resync { force } => return Ok(self.resync(&found, *force)?),
@@ -123,6 +123,30 @@ impl RbdStore {
             parent.pool, parent.name
         );
         Err(refused(found, why))
+    }
+
+    fn promote(
+        &self,
+        found: &FoundImage,
+        force: bool,
+        wanted: &ReplicationParameters,
+    ) -> Result<(), RbdError> {
+        let image = found.open(OpenMode::ReadWrite)?;
+        match image.mirroring()? {
+            Mirroring::None => return Err(refused(found, NOT_MIRRORED.to_owned())),
+            Mirroring::Ending => return Err(syncing(found, ENDS)),
+            Mirroring::Primary => {}
+            Mirroring::Secondary => match image.mirror_promote(force) {
+                Err(error) if error.is_busy() && !force => {
+                    let why = "the other cluster's image is primary as well as this cluster knows; demote that, or promote this one by force";
+                    return Err(refused(found, why.to_owned()));
+                }
+                promoted => promoted?,
+            },
+        }
+        // A primary image is not copied anew.
+        self.keep_id(found, &image)?;
+        schedule(found, wanted)
     }
 
     fn resync(&self, found: &FoundImage, force: bool) -> Result<Replicated, RbdError> {
@@ -242,27 +266,6 @@ fn disable(found: &FoundImage, force: bool) -> Result<(), RbdError> {
         Mirroring::None => Ok(()),
         _ => Err(syncing(found, ENDS)),
     }
-}
-
-fn promote(
-    found: &FoundImage,
-    force: bool,
-    wanted: &ReplicationParameters,
-) -> Result<(), RbdError> {
-    let image = found.open(OpenMode::ReadWrite)?;
-    match image.mirroring()? {
-        Mirroring::None => return Err(refused(found, NOT_MIRRORED.to_owned())),
-        Mirroring::Ending => return Err(syncing(found, ENDS)),
-        Mirroring::Primary => {}
-        Mirroring::Secondary => match image.mirror_promote(force) {
-            Err(error) if error.is_busy() && !force => {
-                let why = "the other cluster's image is primary as well as this cluster knows; demote that, or promote this one by force";
-                return Err(refused(found, why.to_owned()));
-            }
-            promoted => promoted?,
-        },
-    }
-    schedule(found, wanted)
 }
 
 fn demote(found: &FoundImage) -> Result<(), RbdError> {

@@ -98,6 +98,22 @@ async fn an_image_changes_its_role_and_each_call_may_be_repeated() {
 }
 
 #[tokio::test]
+async fn a_promotion_enters_the_id_of_an_image_that_was_copied_anew() {
+    let Some(home) = Home::new() else { return };
+    let made = home.make(home.volume("one", MIB)).await;
+    home.mirror_pool();
+    for change in [enable(), ReplicationChange::Demote] {
+        home.replicate(&made, change).await.unwrap();
+    }
+    let (io, entry) = (home.io(), Home::entry(&made.handle));
+    let entered = || io.omap_get(&entry, &["csi.imageid"]).unwrap();
+    let own = entered();
+    home.enter_former_id(&made.handle);
+    home.replicate(&made, promote(false)).await.unwrap();
+    assert_eq!(entered(), own);
+}
+
+#[tokio::test]
 async fn an_image_in_use_is_not_demoted() {
     let Some(home) = Home::new() else { return };
     home.mirror_pool();
