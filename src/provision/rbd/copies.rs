@@ -226,7 +226,7 @@ pub fn drop_left(pool: &IoCtx, source: &str, snapshot: &str) -> Result<(), RbdEr
         return Err(RbdError::NotReplicated {
             image: format!("{pool}/{source}"),
             why: format!(
-                "it is secondary, and has the snapshot {snapshot} of an interrupted copy: promote it first"
+                "it is secondary, and has the snapshot {snapshot} of an interrupted copy: remove that at the site where the image is primary (rbd snap rm), or fail over to this site first"
             ),
         });
     }

@@ -420,7 +420,7 @@ async fn a_name_that_ceph_csi_reserved_for_a_snapshot_of_a_secondary_image_is_re
     home.cluster
         .rbd(&["mirror", "image", "enable", &cut, "snapshot"]);
     mirror("demote");
-    home.refused(&snapshot, "promote").await;
+    home.refused(&snapshot, "rbd snap rm").await;
     mirror("promote");
     home.cluster
         .rbd(&["snap", "rm", &format!("{cut}@{snapshot}")]);
