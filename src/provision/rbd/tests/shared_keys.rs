@@ -20,10 +20,17 @@ impl Home {
         self.io().omap_set(&Self::entry(handle), &id).unwrap();
     }
 
-    /// As rbd-mirror does on a resync, where the old image has clones.
-    fn copy_anew(&self, image: &str) {
-        self.cluster.rbd(&["trash", "mv", image]);
-        self.cluster.rbd(&["create", "--size", "1M", image]);
+    /// Of these cases, those in which rbd-mirror copies the image anew on a resync. The old one
+    /// stays in the trash if it has clones.
+    fn copy_anew(&self, case: &str, handle: &str, image: &str) {
+        match case {
+            "copied-anew" => self.enter_former_id(handle),
+            "old-one-there" => {
+                self.cluster.rbd(&["trash", "mv", image]);
+                self.cluster.rbd(&["create", "--size", "1M", image]);
+            }
+            _ => {}
+        }
     }
 }
 
@@ -183,13 +190,11 @@ async fn the_key_stays_of_an_image_that_a_user_moved_to_the_trash_to_restore_it(
         let image = format!("{}/{}", home.pool, made.context["imageName"]);
         let own = vault.passphrase(&made.handle).unwrap();
         let mut to_trash = vec!["trash", "mv", &image];
-        match name {
-            "expires" => to_trash.extend(["--expires-at", "2099-01-01"]),
-            // A delete moves no other image than the journal has the id of.
-            "copied-anew" => home.enter_former_id(&made.handle),
-            "old-one-there" => home.copy_anew(&image),
-            _ => {}
+        if name == "expires" {
+            to_trash.extend(["--expires-at", "2099-01-01"]);
         }
+        // A delete moves no other image than the journal has the id of.
+        home.copy_anew(name, &made.handle, &image);
         home.cluster.rbd(&to_trash);
         let (handle, secrets) = (made.handle.clone(), there.secrets());
         home.rbd.delete_volume(handle, secrets).await.unwrap();
@@ -212,11 +217,7 @@ async fn the_key_stays_while_the_trash_keeps_the_image_for_a_user_s_snapshot() {
         let made = home.make(there.volume(name, "vault")).await;
         let image = format!("{}/{}", home.pool, made.context["imageName"]);
         let own = vault.passphrase(&made.handle).unwrap();
-        match name {
-            "copied-anew" => home.enter_former_id(&made.handle),
-            "old-one-there" => home.copy_anew(&image),
-            _ => {}
-        }
+        home.copy_anew(name, &made.handle, &image);
         // A user's, or what a copy has left.
         let snapshot = if is_kept {
             "backup".to_owned()
